@@ -1,0 +1,83 @@
+"""What a trainer may ask of whatever trains a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from openrlhf.data.packed_batch import PackedBatch
+
+
+@dataclass
+class TokenScores:
+    """Per-token results of one forward, aligned to the tokens; 0 where ``action_mask`` is 0.
+
+    Attributes:
+        logprobs: float32 [T], log-prob of each token under the policy at the asked temperature.
+        entropy: float32 [T] of the distribution that the token was drawn from, or None where not asked for.
+        aux_loss: router balancing loss of a mixture of experts, or None.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: global norm before clipping; NaN where the step was skipped for overflow.
+        skipped: True where no weight moved (fp16 overflow). A skipped step moves no scheduler.
+        lr: the learning rate that this step used.
+    """
+
+    grad_norm: float
+    skipped: bool
+    lr: float
+
+
+class Backend(Protocol):
+    """A model, sharded or not, with or without an optimizer. All methods are collectives over the ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Runs the model on one micro-batch; keeps a gradient only in training mode with gradients enabled."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds this rank's share: the sum over ranks and micro-batches of what is given here is the loss."""
+
+    def step(self) -> StepResult:
+        """Clips, moves the weights, clears the gradients and moves the scheduler."""
+
+    def all_reduce(self, value: float, op: str = "sum") -> float:
+        """Returns: ``value`` reduced over the ranks ("sum" or "max"), the same on all."""
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields: HF names with whole tensors. Every rank must consume it fully and in order."""
+
+    def save_hf(self, folder: Path) -> None:
+        """Writes a folder that transformers loads; the tokenizer is not its business."""
+
+    def save_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+        """Writes weights, optimizer, scheduler, RNG and ``state`` so that training can go on from here."""
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Returns: the ``state`` that was given to ``save_checkpoint``."""
+
+    def offload(self) -> None:
+        """Frees the accelerator's memory that weights and optimizer hold."""
+
+    def reload(self) -> None:
+        """Undoes ``offload``."""
+
+    def close(self) -> None:
+        """Meets the other ranks and leaves the process group, so that no exit aborts."""
