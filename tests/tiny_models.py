@@ -52,7 +52,7 @@ def _tokenizer_object(vocab: int) -> Tokenizer:
     )
     text = "hello world , what is 1 + 2 ? the answer is 3 . user assistant system think about it step by step one two three four five red green blue"
     # The sums give enough merges to fill the vocabulary: every id that a model samples can then be decoded.
-    sums = [f"{a} + {b} = {a + b}" for a in range(40) for b in range(40)]
+    sums = [f"{n} + {2 * n} = {3 * n}" for n in range(400)]
     tokenizer.train_from_iterator([text] * 10 + sums, trainer)
     return tokenizer
 
