@@ -103,6 +103,23 @@ def pack_rows(
     )
 
 
+def take_rows(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
+    """Returns: a batch of the given rows, in the given order, with all their fields (``model_inputs`` stay whole)."""
+    starts = batch.cu_seqlens.tolist()
+    index = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
+    chosen = torch.tensor(list(rows))
+    lengths = batch.lengths[chosen]
+    return PackedBatch(
+        tokens=batch.tokens[index],
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(torch.int32),
+        action_mask=batch.action_mask[index],
+        token_fields={name: field[..., index] for name, field in batch.token_fields.items()},
+        row_fields={name: field[chosen] for name, field in batch.row_fields.items()},
+        position_ids=batch.position_ids[..., index],
+        model_inputs=batch.model_inputs,
+    )
+
+
 def empty_batch(pad_token_id: int, token_fields: Sequence[str] = ()) -> PackedBatch:
     """A batch for a rank that is short of work: one pad row of two tokens, nothing trained, so that its loss is 0.
 

@@ -1,0 +1,162 @@
+"""Weights from a trainer to an engine through shared memory: buckets on one side, proof of completeness on the other.
+
+A transfer that loses a tensor, or hands over an old one, does not show in the samples at once. So each tensor travels
+with a checksum, and the receiver accepts an update only when it holds exactly what the sender's manifest names.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+BUCKET_BYTES = 256 * 2**20
+"""Bytes that a bucket holds at most, a larger single tensor apart. Small enough for a container's shared memory."""
+
+_PREFIX = "openrlhf-weights-"
+_CHUNK = 1 << 22
+
+
+class TransferError(RuntimeError):
+    """A weight update that is not the sender's model, tensor for tensor."""
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A position-dependent sum of the tensor's bytes, modulo 2**64: a changed, moved or lost element changes it.
+
+    Args:
+        tensor: any shape and dtype, on any device.
+
+    Returns:
+        An int that is the same on every device for the same bytes and shape order.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    width = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
+    words = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+    total = 0
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        weight = torch.arange(start, start + part.numel(), device=part.device) * 2 + 1
+        total += int((part * weight).sum())
+    return total % 2**64
+
+
+@dataclass
+class Bucket:
+    """One file of tensors, and what must be found in it.
+
+    Attributes:
+        path: safetensors file in shared memory.
+        checksums: per HF name.
+        nbytes: of all its tensors.
+    """
+
+    path: str
+    checksums: dict[str, int]
+    nbytes: int
+
+
+def buckets(
+    parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, max_bytes: int = BUCKET_BYTES
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Groups a stream of named tensors so that only one group at a time is held.
+
+    Args:
+        parameters: HF names with whole tensors.
+        dtype: what floating-point tensors are cast to: the engine's.
+        max_bytes: of one group; a larger tensor stands alone.
+    """
+    group: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in parameters:
+        tensor = tensor.detach()
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        nbytes = tensor.numel() * tensor.element_size()
+        if group and size + nbytes > max_bytes:
+            yield group
+            group, size = {}, 0
+        if name in group:
+            raise TransferError(f"the trainer offered {name} twice in one update")
+        group[name] = tensor
+        size += nbytes
+    if group:
+        yield group
+
+
+def write_bucket(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> Bucket:
+    """Writes one bucket; the checksums are taken from the trainer's tensors, not from the file."""
+    from safetensors.torch import save_file
+
+    path = folder / f"bucket-{index}.safetensors"
+    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    # Tied or sliced tensors may share memory, which the format refuses: each gets memory of its own.
+    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    return Bucket(str(path), sums, sum(t.numel() * t.element_size() for t in tensors.values()))
+
+
+@dataclass
+class Receipt:
+    """What one engine worker received in one update, checked as it arrives.
+
+    Attributes:
+        sums: checksum of each tensor received so far, by HF name.
+    """
+
+    sums: dict[str, int] = field(default_factory=dict)
+
+    def accept(self, tensors: dict[str, torch.Tensor], expected: dict[str, int]) -> None:
+        """Takes one bucket in.
+
+        Raises:
+            TransferError: a tensor is missing from the bucket, not expected in it, came before, or has other bytes.
+        """
+        missing = sorted(expected.keys() - tensors.keys())
+        surplus = sorted(tensors.keys() - expected.keys())
+        if missing or surplus:
+            raise TransferError(f"weight bucket: missing {missing or 'none'}, not announced {surplus or 'none'}")
+        for name, tensor in tensors.items():
+            if name in self.sums:
+                raise TransferError(f"weight {name} was received twice in one update")
+            found = checksum(tensor)
+            if found != expected[name]:
+                raise TransferError(
+                    f"weight {name} arrived with checksum {found:x}, the trainer sent {expected[name]:x}: "
+                    "its bytes are stale or damaged"
+                )
+            self.sums[name] = found
+
+    def complete(self, manifest: dict[str, int]) -> None:
+        """Compares all that came with all that the trainer holds.
+
+        Raises:
+            TransferError: naming the tensors that differ.
+        """
+        missing = sorted(manifest.keys() - self.sums.keys())
+        surplus = sorted(self.sums.keys() - manifest.keys())
+        stale = sorted(name for name in manifest.keys() & self.sums.keys() if manifest[name] != self.sums[name])
+        if missing or surplus or stale:
+            raise TransferError(
+                f"incomplete weight update: never received {missing[:5] or 'none'}, unknown to the trainer "
+                f"{surplus[:5] or 'none'}, stale {stale[:5] or 'none'}"
+            )
+
+
+def make_exchange_folder(needed_bytes: int) -> Path:
+    """Makes a private folder for buckets, in shared memory where there is room, on disk otherwise.
+
+    Folders of runs that were killed are removed: the owner's process id stands in the name.
+    """
+    root = Path("/dev/shm")
+    if not root.is_dir() or shutil.disk_usage(root).free < needed_bytes:
+        root = Path(tempfile.gettempdir())
+    for old in root.glob(f"{_PREFIX}*"):
+        owner = old.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
