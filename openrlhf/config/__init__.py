@@ -1,0 +1,102 @@
+"""Typed settings of every command: one frozen dataclass for each group of flags."""
+
+from openrlhf.config.algo import AdvantageConfig, AlgoConfig, KLConfig
+from openrlhf.config.ckpt import CkptConfig, LoggerConfig, PPOCkptConfig, WandbConfig
+from openrlhf.config.commands import (
+    COMMANDS,
+    Config,
+    DPOConfig,
+    LoraCombinerConfig,
+    PPOConfig,
+    RMConfig,
+    ServeRMConfig,
+    SFTConfig,
+    command_of,
+)
+from openrlhf.config.data import (
+    EvalConfig,
+    PreferenceDataConfig,
+    PromptDataConfig,
+    SFTDataConfig,
+    SupervisedDataConfig,
+    SupervisedEvalConfig,
+)
+from openrlhf.config.deepspeed import (
+    DeepSpeedConfig,
+    LoadingConfig,
+    LoraConfig,
+    PPODeepSpeedConfig,
+    PrecisionConfig,
+    RMDeepSpeedConfig,
+    ServeDeepSpeedConfig,
+)
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.model import (
+    ActorConfig,
+    CriticConfig,
+    DPOModelConfig,
+    DPORefConfig,
+    ModelConfig,
+    PlacementConfig,
+    RefConfig,
+    RMModelConfig,
+    SFTModelConfig,
+)
+from openrlhf.config.optimizer import AdamConfig, MuonConfig, OptimizerConfig
+from openrlhf.config.parse import parse
+from openrlhf.config.reward import RewardConfig, ServeRewardConfig
+from openrlhf.config.rollout import RolloutConfig, VllmConfig
+from openrlhf.config.train import PPOTrainConfig, SFTTrainConfig, TrainConfig
+
+__all__ = [
+    "COMMANDS",
+    "ActorConfig",
+    "AdamConfig",
+    "AdvantageConfig",
+    "AlgoConfig",
+    "CkptConfig",
+    "Config",
+    "ConfigError",
+    "CriticConfig",
+    "DPOConfig",
+    "DPOModelConfig",
+    "DPORefConfig",
+    "DeepSpeedConfig",
+    "EvalConfig",
+    "KLConfig",
+    "LoadingConfig",
+    "LoggerConfig",
+    "LoraCombinerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "MuonConfig",
+    "OptimizerConfig",
+    "PPOCkptConfig",
+    "PPOConfig",
+    "PPODeepSpeedConfig",
+    "PPOTrainConfig",
+    "PlacementConfig",
+    "PrecisionConfig",
+    "PreferenceDataConfig",
+    "PromptDataConfig",
+    "RMConfig",
+    "RMDeepSpeedConfig",
+    "RMModelConfig",
+    "RefConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTModelConfig",
+    "SFTTrainConfig",
+    "ServeDeepSpeedConfig",
+    "ServeRMConfig",
+    "ServeRewardConfig",
+    "SupervisedDataConfig",
+    "SupervisedEvalConfig",
+    "TrainConfig",
+    "VllmConfig",
+    "WandbConfig",
+    "command_of",
+    "parse",
+]

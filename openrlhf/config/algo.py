@@ -1,0 +1,61 @@
+"""The RL mathematics: the `algo` group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
+LossAggregation = Literal["token_mean", "seq_mean", "constant"]
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """Advantages from rewards."""
+
+    estimator: Estimator = "gae"
+    """gae, reinforce (REINFORCE++), reinforce_baseline (REINFORCE++-baseline), rloo, group_norm (GRPO) or dr_grpo."""
+    gamma: float = 1.0
+    """Discount of a reward for each token that the policy produced after it."""
+    lambd: float = 1.0
+    """Lambda of gae."""
+    no_std_norm: bool = False
+    """Centre advantages without dividing by their standard deviation."""
+    is_correction_enable: bool = False
+    """Weigh tokens by the trainer's probability over the engine's."""
+    is_correction_threshold: tuple[float, float] = (0.5, 5.0)
+    """Lower and upper bound of those weights."""
+    is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
+    """tis clamps token weights, icepop drops tokens outside the bounds, seq-mask-tis drops whole samples."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """The pull towards the reference model."""
+
+    init_coef: float = 0.01
+    """Coefficient of the KL; 0 starts no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """KL estimator: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log-prob minus reference log-prob."""
+    use_loss: bool = False
+    """Put the KL into the loss instead of the reward; not with k1, whose gradient there is zero on average."""
+    target: float | None = None
+    """Adapt the coefficient so that the KL comes near this value; unset keeps it fixed."""
+    horizon: int = 10000
+    """Samples over which the coefficient adapts."""
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """Algorithm."""
+
+    dynamic_filtering_enable: bool = False
+    """Train only on groups whose scores lie inside --algo.dynamic_filtering_range."""
+    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
+    """Exclusive bounds of a group's score."""
+    loss_aggregation: Annotated[LossAggregation | None, tyro.conf.arg(metavar="{token_mean,seq_mean,constant}")] = None
+    """How token losses become one number: token_mean (also when unset), seq_mean, or constant (Dr. GRPO)."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    kl: KLConfig = field(default_factory=KLConfig)

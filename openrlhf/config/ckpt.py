@@ -1,0 +1,71 @@
+"""What is kept: the `ckpt` and `logger` groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class CkptConfig:
+    """Checkpoints and exports."""
+
+    output_dir: str = "./ckpt"
+    """Folder of the final HF model, the metrics and the report."""
+    path: str = "./ckpt/checkpoints"
+    """Folder of states that a run can resume from."""
+    save_steps: int = -1
+    """Steps between checkpoints; -1 never."""
+    save_hf: bool = False
+    """Write a HF folder with every checkpoint."""
+    disable_ds: bool = False
+    """Write no resumable state with a checkpoint, only what --ckpt.save_hf asks for."""
+    max_num: int = 3
+    """Checkpoints to keep; the oldest go first."""
+    max_mem: int = 100_000_000
+    """Disk space in GB that checkpoints may take together; the oldest go first."""
+    load_enable: bool = False
+    """Resume from the newest state under --ckpt.path, if there is one."""
+
+
+@dataclass(frozen=True)
+class PPOCkptConfig(CkptConfig):
+    """Checkpoints and exports of RL."""
+
+    path: str = "./ckpt/checkpoints_ppo_ray"
+    """Folder of states that a run can resume from (below it _actor and _critic)."""
+    max_mem: float = float("inf")
+    """Disk space in GB that checkpoints may take together; the oldest go first."""
+    best_metric_key: str = ""
+    """Evaluation metric whose best value keeps its checkpoint; empty takes the first pass1 metric, none turns it off."""
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases; off while the key is unset."""
+
+    key: str | None = None
+    """API key, or offline to write runs to disk."""
+    org: str | None = None
+    """Entity that owns the run."""
+    group: str | None = None
+    """Group of the run."""
+    project: str = "openrlhf"
+    """Project of the run."""
+    run_name: str | None = None
+    """Name of the run; unset becomes <command>_%m%dT%H:%M at the start."""
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Metrics, beside metrics.jsonl which is always written."""
+
+    logging_steps: int = 1
+    """Steps between two lines of metrics."""
+    tensorboard_dir: str | None = None
+    """Folder of TensorBoard event files; unset writes none."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+def logger_of(project: str) -> LoggerConfig:
+    """Returns: the default logger with a W&B project of the command's own."""
+    return LoggerConfig(wandb=WandbConfig(project=project))

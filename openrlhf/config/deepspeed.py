@@ -1,0 +1,97 @@
+"""How a model is loaded and sharded: the `ds` group of every command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Experts = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters; off while the rank is 0."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the whole model."""
+    alpha: int = 16
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get an adapter, or all-linear."""
+    dropout: float = 0.0
+    """Dropout in front of the adapters."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The number format of the weights."""
+
+    param_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Number format in which models compute; the rollout engine uses the same."""
+
+
+@dataclass(frozen=True)
+class LoadingConfig(PrecisionConfig):
+    """What decides how a model is loaded and run."""
+
+    attn_implementation: str = "auto"
+    """Attention kernel: auto (the best that is installed and runs on the device), eager, sdpa, flash_attention_2, ..."""
+    experts_implementation: Experts | None = None
+    """Kernel for the experts of a mixture-of-experts model."""
+    load_in_4bit: bool = False
+    """Load frozen base weights as 4-bit nf4."""
+    packing_samples: bool = True
+    """Lay rows end to end without padding; --ds.no_packing_samples runs padded batches instead."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig(LoadingConfig):
+    """DeepSpeed and the model it trains."""
+
+    zero_stage: int = 2
+    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 weights too."""
+    zpg: int = 1
+    """Size of the secondary shard group of ZeRO++ (ranks of one node); 1 turns it off."""
+    adam_offload: bool = False
+    """Keep optimizer states in host memory and step there."""
+    use_liger_kernel: bool = False
+    """Patch the model with Liger's fused kernels."""
+    grad_accum_dtype: str | None = None
+    """Number format in which gradients of micro-batches are added up; unset leaves it to DeepSpeed."""
+    overlap_comm: bool = False
+    """Overlap gradient reduction with the backward pass."""
+    deepcompile: bool = False
+    """Compile the model with DeepSpeed's graph passes."""
+    tensor_parallel_size: int = 1
+    """Ranks that share each weight matrix in training."""
+    ring_attn_size: int = 1
+    """Ranks that share one sequence; divides the number of ranks."""
+    ring_attn_head_stride: int = 1
+    """Attention heads that one round of ring attention handles at a time."""
+    use_universal_ckpt: bool = False
+    """Resume from a checkpoint converted to DeepSpeed's universal format."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True)
+class RMDeepSpeedConfig(DeepSpeedConfig):
+    """DeepSpeed and a model with a scalar head."""
+
+    value_head_prefix: str = "score"
+    """Attribute name of the scalar head of reward and value models."""
+
+
+@dataclass(frozen=True)
+class PPODeepSpeedConfig(RMDeepSpeedConfig):
+    """DeepSpeed beside rollout engines."""
+
+    enable_sleep: bool = False
+    """Move training state off the accelerator while the engines that share it generate."""
+
+
+@dataclass(frozen=True)
+class ServeDeepSpeedConfig(LoadingConfig):
+    """Loading of a served reward model."""
+
+    value_head_prefix: str = "score"
+    """Attribute name of the scalar head."""
