@@ -1,0 +1,77 @@
+"""Estimators of the KL divergence to the reference model, per token."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+
+from openrlhf.algorithms.aggregate import mask_out
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+MAX_KL = 10.0
+
+
+def kl_per_token(
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
+    mask: torch.Tensor,
+    estimator: KLEstimator = "k1",
+) -> torch.Tensor:
+    """KL(policy || reference) estimated at each sampled token, with d = logprob - reference logprob.
+
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (J. Schulman, "Approximating KL divergence", 2020). k1 and k3 are
+    unbiased in their value; k3 is never negative.
+    Values are clamped to +-10, with a zero gradient there; elsewhere value and gradient are those of the formula.
+
+    Args:
+        logprobs: [T], of the policy.
+        ref_logprobs: [T], or None where there is no reference model: the KL is then 0 everywhere.
+        mask: bool [T]; nothing that stands where it is False has an effect.
+        estimator: which of the three.
+
+    Returns: [T] in nats, 0 where ``mask`` is False.
+    """
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"unknown KL estimator {estimator!r}; there are {', '.join(get_args(KLEstimator))}")
+    if ref_logprobs is None:
+        return torch.zeros_like(logprobs)
+    d = mask_out(logprobs, mask) - mask_out(ref_logprobs.detach(), mask)
+    value = _estimate(d.detach(), estimator)
+    # The bound stands before the exponential: clamping an infinite result would leave 0 times infinity in backward.
+    # The comparison is False for NaN, which therefore shows.
+    clamped = value.abs() > MAX_KL
+    live = _estimate(torch.where(clamped, torch.zeros_like(d), d), estimator)
+    return torch.where(clamped, value.clamp(-MAX_KL, MAX_KL), live)
+
+
+def kl_loss(
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor | None,
+    mask: torch.Tensor,
+    estimator: KLEstimator,
+) -> torch.Tensor:
+    """The KL as a term of the loss, with the plain gradient of the estimator.
+
+    The expected gradient of k1 is zero (it is the score function's mean), so it is refused; k2's is that of the KL;
+    k3's is that of the reverse KL, and close to it as long as the policy is close to the reference.
+
+    Args: as ``kl_per_token``.
+
+    Returns: [T], to be given to ``aggregate`` and multiplied by the coefficient; 0 without a reference model.
+
+    Raises:
+        ValueError: for k1.
+    """
+    if estimator == "k1":
+        raise ValueError("k1 in the loss has an expected gradient of zero; use k2 or k3, or put the KL in the reward")
+    return kl_per_token(logprobs, ref_logprobs, mask, estimator)
+
+
+def _estimate(d: torch.Tensor, estimator: str) -> torch.Tensor:
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return d.square() / 2
+    return torch.expm1(-d) + d
