@@ -1,0 +1,151 @@
+"""Every formula beside a slow loop that says the same thing plainly, on random ragged rows."""
+
+import math
+import random
+import statistics
+
+import pytest
+import torch
+
+from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageInputs, compute_advantages
+from openrlhf.algorithms.aggregate import aggregate, count_units
+from openrlhf.algorithms.kl import kl_per_token
+from openrlhf.algorithms.policy_loss import ppo
+
+SEEDS = range(6)
+
+
+def ragged(seed):
+    """Rows of random length, some without a trained token; returns (lengths, mask rows, cu_seqlens, flat mask)."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 12) for _ in range(rng.randint(4, 14))]
+    rows = [[False] + [rng.random() < 0.7 for _ in range(n - 1)] for n in lengths]
+    rows[1] = [False] * lengths[1]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    return lengths, rows, cu, torch.tensor([m for row in rows for m in row])
+
+
+def randn(total, seed, scale=1.0):
+    return torch.randn(total, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+def per_row(flat, lengths):
+    return [part.tolist() for part in flat.split(lengths)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_aggregation_agrees_with_its_loop(seed):
+    lengths, rows, cu, mask = ragged(seed)
+    loss = per_row(randn(sum(lengths), seed), lengths)
+    chosen = [[x for x, m in zip(values, row, strict=True) if m] for values, row in zip(loss, rows, strict=True)]
+    full = [values for values in chosen if values]
+    expected = {
+        "token_mean": sum(sum(v) for v in full) / sum(len(v) for v in full),
+        "seq_mean": sum(sum(v) / len(v) for v in full) / len(full),
+        "constant": sum(sum(v) for v in full) / (len(rows) * 17),
+    }
+    flat = torch.tensor([x for values in loss for x in values], dtype=torch.float64)
+    for mode, value in expected.items():
+        total = int(count_units(mask, cu, mode))
+        assert aggregate(flat, mask, cu, mode, total, 17 if mode == "constant" else 1).item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dual_clip", [None, 1.1, 3.0])
+def test_ppo_agrees_with_its_loop(seed, dual_clip):
+    lengths, _, _, mask = ragged(seed)
+    total = sum(lengths)
+    new, old, adv = randn(total, seed).requires_grad_(), randn(total, seed + 100), randn(total, seed + 200)
+    adv[::5] = 0.0
+    loss, stats = ppo(new, old, adv, mask, 0.2, 0.3, dual_clip)
+    loss.sum().backward()
+    kl = ratios = clipped = 0.0
+    for i in range(total):
+        if not mask[i]:
+            assert loss[i] == 0 and new.grad[i] == 0
+            continue
+        ratio, a = math.exp(new[i].item() - old[i].item()), adv[i].item()
+        objective = min(ratio * a, min(max(ratio, 0.8), 1.3) * a)
+        live = objective == ratio * a
+        if dual_clip is not None and a < 0 and objective < dual_clip * a:
+            objective, live = dual_clip * a, False
+        assert loss[i].item() == pytest.approx(-objective)
+        assert new.grad[i].item() == pytest.approx(-ratio * a if live else 0.0)
+        kl, ratios, clipped = kl + old[i].item() - new[i].item(), ratios + ratio, clipped + (not live)
+    n = int(mask.sum())
+    assert stats.means() == pytest.approx({"ppo_kl": kl / n, "ratio_mean": ratios / n, "clip_fraction": clipped / n})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_agrees_with_its_loop(seed, estimator):
+    lengths, _, _, mask = ragged(seed)
+    new, ref = randn(sum(lengths), seed, 3.0).requires_grad_(), randn(sum(lengths), seed + 100, 3.0)
+    kl = kl_per_token(new, ref, mask, estimator)
+    kl.sum().backward()
+    for i in range(sum(lengths)):
+        d = new[i].item() - ref[i].item()
+        value = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+        slope = {"k1": 1.0, "k2": d, "k3": 1 - math.exp(-d)}[estimator]
+        inside = abs(value) <= 10
+        assert kl[i].item() == pytest.approx(max(-10, min(10, value)) if mask[i] else 0.0)
+        assert new.grad[i].item() == pytest.approx(slope if mask[i] and inside else 0.0)
+
+
+def scalar_of(name, rewards, groups, scored, i):
+    """What a trajectory is worth before KL and discount."""
+    group = [r for r, g, s in zip(rewards, groups, scored, strict=True) if s and g == groups[i]]
+    if name == "reinforce":
+        return rewards[i]
+    if len(set(group)) < 2:
+        return 0.0
+    mean = sum(group) / len(group)
+    if name == "rloo":
+        return rewards[i] - (sum(group) - rewards[i]) / (len(group) - 1)
+    if name == "group_norm":
+        return (rewards[i] - mean) / (statistics.stdev(group) + 1e-9)
+    return rewards[i] - mean
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("whiten_std", [True, False])
+def test_advantages_agree_with_their_loop(seed, name, gamma, whiten_std):
+    lengths, rows, cu, mask = ragged(seed)
+    rng, n = random.Random(seed), len(lengths)
+    rewards = [rng.choice([0.0, 0.25, 0.7, 3.0]) for _ in range(n)]
+    groups = [rng.randrange(3) * 10 for _ in range(n)]
+    scored = [rng.random() < 0.85 for _ in range(n)]
+    kl = randn(sum(lengths), seed, 0.3)
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([r if s else math.nan for r, s in zip(rewards, scored, strict=True)], dtype=torch.float64),
+        scored=torch.tensor(scored),
+        group_ids=torch.tensor(groups),
+        mask=mask,
+        cu_seqlens=cu,
+        kl=kl,
+        kl_coef=0.2,
+        gamma=gamma,
+        reward_clip=(-0.6, 0.6),
+        whiten_std=whiten_std,
+    )
+    advantages, returns = compute_advantages(name, inputs)
+
+    expected = []
+    for i, (row, kls) in enumerate(zip(rows, per_row(kl, lengths), strict=True)):
+        after, out = 0.0, [None] * len(row)
+        last = max((t for t, m in enumerate(row) if m), default=None)
+        for t in reversed(range(len(row))):
+            if row[t] and scored[i]:
+                worth = max(-0.6, min(0.6, scalar_of(name, rewards, groups, scored, i)))
+                after = (worth if t == last else 0.0) - 0.2 * kls[t] + gamma * after
+                out[t] = after
+        expected += out
+    known = [x for x in expected if x is not None]
+    assert returns.tolist() == pytest.approx([0.0 if x is None else x for x in expected])
+    shift, scale = 0.0, 1.0
+    if name in ("reinforce", "reinforce_baseline"):
+        shift = sum(known) / len(known)
+        scale = math.sqrt(sum((x - shift) ** 2 for x in known) / len(known)) if whiten_std else 1.0
+    assert advantages.tolist() == pytest.approx([0.0 if x is None else (x - shift) / scale for x in expected])
