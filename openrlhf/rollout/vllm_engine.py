@@ -1,0 +1,301 @@
+"""vLLM behind the `Engine` protocol of the agents. Every import of vLLM stands in this module.
+
+The weight-transfer engine below lives in vLLM's worker process, `VllmEngine` in the process that drives it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from openrlhf.rollout.transfer import Receipt, TransferError
+
+SHM_BACKEND = "openrlhf_shm"
+_WORKER_EXTENSION = "openrlhf.rollout.vllm_engine.WorkerExtension"
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Nothing is agreed on beforehand: each bucket names its file."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket, or the manifest that closes an update.
+
+    Attributes:
+        path: safetensors file of the bucket; empty for the manifest.
+        checksums: of the bucket's tensors, or of the whole model.
+    """
+
+    path: str
+    checksums: dict[str, int]
+
+
+class ShmWeightEngine(WeightTransferEngine):
+    """Loads buckets from shared memory into a started engine, and refuses an update that is not whole."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Nothing to connect."""
+
+    def start_weight_update(self) -> None:
+        """Opens an update: every layer waits for all of its weights."""
+        self._receipt = Receipt()
+        self._complete = False
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Takes a bucket, or checks the manifest."""
+        try:
+            if update_info.path:
+                self._load(update_info)
+            else:
+                self._receipt.complete(update_info.checksums)
+                self._check_every_layer()
+                self._complete = True
+        except TransferError:
+            # Layers are left waiting on the meta device otherwise, and the next update would fail on them.
+            self._install()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Puts the received weights to use."""
+        if not self._complete:
+            raise TransferError("a weight update was finished before its manifest was checked")
+        self._install()
+
+    def _load(self, update_info: ShmUpdateInfo) -> None:
+        from safetensors.torch import load_file
+
+        tensors = load_file(update_info.path)
+        self._receipt.accept(tensors, update_info.checksums)
+        self.model.load_weights(iter(tensors.items()))
+
+    def _install(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._tie_head()
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+    def _check_every_layer(self) -> None:
+        """Names the engine's own parameters that nothing was loaded into.
+
+        The trainer's manifest cannot tell this: it knows the trainer's names alone.
+        """
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or not info.load_numel_total or self._is_tied_head(layer):
+                continue
+            parameters = dict(layer.named_parameters(recurse=False))
+            expected = sum(p.numel() for p in parameters.values()) - _padding(layer, parameters)
+            if parameters and info.load_numel < expected:
+                raise TransferError(
+                    f"engine layer {name} received {info.load_numel} of {expected} elements of {sorted(parameters)}"
+                )
+
+    def _tied_head(self) -> torch.nn.Module | None:
+        config = self.model_config.hf_text_config
+        if not getattr(config, "tie_word_embeddings", False):
+            return None
+        return getattr(self.model, "lm_head", None)
+
+    def _is_tied_head(self, layer: torch.nn.Module) -> bool:
+        return layer is self._tied_head()
+
+    def _tie_head(self) -> None:
+        # On the CPU a head keeps a repacked copy of the embedding, which reloading the embedding leaves stale.
+        head = self._tied_head()
+        if head is None or self.device.type != "cpu":
+            return
+        embedding = self.model.model.embed_tokens
+        if head is embedding:
+            return
+        head.weight = embedding.weight
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _padding(layer: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> int:
+    """Elements of a vocabulary layer that stand for no token of the model, so that no checkpoint fills them."""
+    if not hasattr(layer, "num_embeddings_padded") or "weight" not in parameters:
+        return 0
+    rows, width = parameters["weight"].shape[0], parameters["weight"].shape[1:].numel()
+    return (rows - min(rows, layer.org_vocab_size)) * width
+
+
+WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightEngine)
+
+
+def _end_with_parent() -> None:
+    """Ends this process soon after the one that started it is gone, even if that one was killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+class WorkerExtension:
+    """Named to vLLM as worker extension, so that its worker imports this module, and with it the transfer engine."""
+
+    def end_with_parent(self) -> int:
+        """Ties this worker's life to the process that started it. Returns: its process id."""
+        _end_with_parent()
+        return os.getpid()
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one engine is started with.
+
+    Attributes:
+        model: HF folder or hub name.
+        dtype: "float32", "bfloat16" or "float16"; the trainer's, so that log-probs are comparable.
+        max_model_len: tokens of prompt and response together.
+        max_num_seqs: sequences generated side by side.
+        kv_cache_bytes: memory of the KV cache on a CPU; None on a GPU, where ``gpu_memory_utilization`` decides.
+        extra: further engine arguments, as vLLM names them; they win.
+    """
+
+    model: str
+    dtype: str
+    max_model_len: int
+    seed: int
+    max_num_seqs: int
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = False
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None
+    trust_remote_code: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmEngine:
+    """One vLLM engine with token ids in and token ids out."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        on_cpu = spec.kv_cache_bytes is not None
+        arguments: dict[str, Any] = {
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "max_model_len": spec.max_model_len,
+            "max_num_seqs": spec.max_num_seqs,
+            "seed": spec.seed,
+            "tensor_parallel_size": spec.tensor_parallel_size,
+            "enforce_eager": spec.enforce_eager or on_cpu,
+            "enable_prefix_caching": spec.enable_prefix_caching,
+            "trust_remote_code": spec.trust_remote_code,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": _WORKER_EXTENSION,
+            "weight_transfer_config": WeightTransferConfig(backend=SHM_BACKEND),
+            "disable_log_stats": True,
+        }
+        if on_cpu:
+            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+            arguments["distributed_executor_backend"] = "uni" if spec.tensor_parallel_size == 1 else "mp"
+        else:
+            arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **spec.extra}))
+        self._request_ids = itertools.count()
+        self.weight_version = 0
+        self._whole = True
+
+    async def start(self) -> list[int]:
+        """Connects the weight transfer. Returns: process ids of the engine's workers."""
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
+        return await self._engine.collective_rpc("end_with_parent")
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: SamplingParams, multi_modal_data: Any = None
+    ) -> Any:
+        """Samples once. Returns: vLLM's final RequestOutput.
+
+        Raises:
+            TransferError: the last weight update failed, so the engine holds a mixture.
+            Whatever vLLM raises; a cancelled call aborts its request.
+        """
+        if not self._whole:
+            raise TransferError("the engine's last weight update did not succeed: it must not be sampled from")
+        prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
+        if multi_modal_data is not None:
+            prompt["multi_modal_data"] = multi_modal_data
+        final = None
+        async for output in self._engine.generate(prompt, sampling_params, f"r{next(self._request_ids)}"):
+            final = output
+        return final
+
+    async def begin_update(self) -> None:
+        """Opens a weight update; no request may be running, and none is served until it has ended well."""
+        self._whole = False
+        await self._engine.start_weight_update()
+
+    async def load_bucket(self, path: str, checksums: dict[str, int]) -> None:
+        """Loads one bucket that lies at ``path``."""
+        await self._engine.update_weights(WeightTransferUpdateRequest({"path": path, "checksums": checksums}))
+
+    async def end_update(self, manifest: dict[str, int], version: int) -> None:
+        """Checks that the update was whole, puts it to use and forgets what older weights have cached."""
+        await self._engine.update_weights(WeightTransferUpdateRequest({"path": "", "checksums": manifest}))
+        await self._engine.finish_weight_update()
+        await self._engine.reset_prefix_cache()
+        self.weight_version = version
+        self._whole = True
+
+    async def check_health(self) -> None:
+        """Raises where the engine's core has died."""
+        await self._engine.check_health()
+
+    def shutdown(self) -> None:
+        """Ends the engine's processes."""
+        self._engine.shutdown()
+
+
+def make_sampling_params(
+    *, max_tokens: int | None, temperature: float, top_p: float, seed: int | None, logprobs: bool
+) -> SamplingParams:
+    """Sampling settings of one sample.
+
+    Args:
+        max_tokens: new tokens at most; None means all that the context leaves.
+        seed: makes the sample repeatable; None lets the engine draw.
+        logprobs: asks for the log-prob of each sampled token.
+    """
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        logprobs=0 if logprobs else None,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
