@@ -31,6 +31,7 @@ from openrlhf.config.deepspeed import (
     ServeDeepSpeedConfig,
 )
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.flags_yaml import to_flags_yaml
 from openrlhf.config.model import (
     ActorConfig,
     CriticConfig,
@@ -99,4 +100,5 @@ __all__ = [
     "WandbConfig",
     "command_of",
     "parse",
+    "to_flags_yaml",
 ]

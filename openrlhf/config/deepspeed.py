@@ -35,7 +35,7 @@ class LoadingConfig(PrecisionConfig):
     """What decides how a model is loaded and run."""
 
     attn_implementation: str = "auto"
-    """Attention kernel: auto (the best that is installed and runs on the device), eager, sdpa, flash_attention_2, ..."""
+    """Attention kernel: auto (the best that is installed and runs on the device), eager, sdpa, flash_attention_2."""
     experts_implementation: Experts | None = None
     """Kernel for the experts of a mixture-of-experts model."""
     load_in_4bit: bool = False

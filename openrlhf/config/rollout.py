@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 JsonObject = Annotated[
