@@ -1,0 +1,160 @@
+"""One rollout engine as a Ray actor: the agent runs beside the engine, so that only finished samples travel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.reward import RewardFile
+from openrlhf.agents.runner import run_sample
+from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.data.prompts import PromptRecord
+from openrlhf.data.trajectory import Trajectory
+from openrlhf.models.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.vllm_engine import EngineSpec
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the samples of a rollout are drawn.
+
+    Attributes:
+        max_new_tokens: of one sample; None means all that the context leaves.
+        seed: makes every sample repeatable; None lets the engine draw.
+        logprobs: asks for the engine's log-prob of each sampled token.
+    """
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int | None
+    seed: int | None
+    logprobs: bool
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One prompt and how it is sampled.
+
+    Attributes:
+        group_id: of all its samples.
+        num_samples: drawn from the prompt.
+    """
+
+    group_id: int
+    prompt: PromptRecord
+    num_samples: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """What an engine's agent is made of.
+
+    Attributes:
+        tokenizer: folder or hub name.
+        reward_file: Python file with ``reward_func``.
+        reward_timeout: seconds of one call of it.
+        reward_retries: further tries after a failed call.
+        reward_workers: processes that run it.
+        sample_timeout: seconds that one sample may take from prompt to reward.
+    """
+
+    tokenizer: str
+    use_fast_tokenizer: bool
+    trust_remote_code: bool
+    reward_file: str
+    reward_timeout: float
+    reward_retries: int
+    reward_workers: int
+    sample_timeout: float
+
+
+class RolloutActor:
+    """Samples groups of trajectories, and takes new weights in between."""
+
+    def __init__(self, engine: EngineSpec, agent: AgentSpec) -> None:
+        self._engine_spec = engine
+        self._agent_spec = agent
+
+    async def start(self) -> dict[str, Any]:
+        """Starts engine and agent. Returns: the process ids that belong to this worker, and its node."""
+        import ray
+
+        from openrlhf.rollout.vllm_engine import VllmEngine
+
+        spec = self._agent_spec
+        self._tokenizer = load_tokenizer(
+            spec.tokenizer, use_fast=spec.use_fast_tokenizer, trust_remote_code=spec.trust_remote_code
+        )
+        self._reward = RewardFile(
+            spec.reward_file,
+            timeout=spec.reward_timeout,
+            max_retries=spec.reward_retries,
+            workers=spec.reward_workers,
+        )
+        await self._reward.start()
+        self._executor = SingleTurnAgentExecutor(self._reward)
+        self._engine = VllmEngine(self._engine_spec)
+        pids = await self._engine.start()
+        return {"pids": [os.getpid(), *pids], "node": ray.get_runtime_context().get_node_id()}
+
+    async def watch(self) -> None:
+        """Never returns: the call fails when this worker dies."""
+        await asyncio.Event().wait()
+
+    async def rollout(self, request: GroupRequest) -> list[Trajectory]:
+        """Samples one group. Returns: its trajectories in order; failures of an agent or a reward are states of them.
+
+        Raises:
+            Whatever the engine raises: a broken engine ends the run, it is no bad sample.
+        """
+        samples = [self._sample(request, sample_id) for sample_id in range(request.num_samples)]
+        trajectories = await asyncio.gather(*samples)
+        await self._engine.check_health()
+        return list(trajectories)
+
+    async def _sample(self, request: GroupRequest, sample_id: int) -> Trajectory:
+        from openrlhf.rollout.vllm_engine import make_sampling_params
+
+        sampling = request.sampling
+        trajectory = await run_sample(
+            self._executor,
+            request.prompt,
+            group_id=request.group_id,
+            sample_id=sample_id,
+            sampling_params=make_sampling_params(
+                max_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=None if sampling.seed is None else sampling.seed + sample_id,
+                logprobs=sampling.logprobs,
+            ),
+            max_length=self._engine_spec.max_model_len,
+            tokenizer=self._tokenizer,
+            engine=self._engine,
+            timeout=self._agent_spec.sample_timeout,
+        )
+        version = self._engine.weight_version
+        segments = [replace(part, weight_versions=[version] * len(part.action_ranges)) for part in trajectory.segments]
+        return replace(trajectory, segments=segments)
+
+    async def begin_update(self) -> None:
+        """Opens a weight update."""
+        await self._engine.begin_update()
+
+    async def load_bucket(self, path: str, checksums: dict[str, int]) -> None:
+        """Loads one bucket of it."""
+        await self._engine.load_bucket(path, checksums)
+
+    async def end_update(self, manifest: dict[str, int], version: int) -> None:
+        """Closes it, once it is proven whole."""
+        await self._engine.end_update(manifest, version)
+
+    async def stop(self) -> None:
+        """Ends engine and reward processes."""
+        await self._reward.close()
+        self._engine.shutdown()
