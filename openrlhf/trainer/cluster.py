@@ -1,0 +1,150 @@
+"""Ray for one run: started here or joined, the environment of its workers, and the places that they get."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from openrlhf.config import PPOConfig
+from openrlhf.utils.supervise import RunError
+
+WORKER_ENV = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CONFIGURE_LOGGING": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""What workers get where the user has set nothing."""
+
+_PLACEMENT_TIMEOUT_S = 120.0
+
+
+def worker_env(user_env: Mapping[str, str], defaults: Mapping[str, str] = WORKER_ENV) -> dict[str, str]:
+    """Returns: ``defaults``, each replaced by what the user has set."""
+    return {name: user_env.get(name, value) for name, value in defaults.items()}
+
+
+def start_ray(*, logical_cpus: int, env: Mapping[str, str]) -> bool:
+    """Joins the cluster that the environment names, or starts a local one.
+
+    A job that was submitted to a cluster, and a process that has called ``ray.init`` before, are left as they are.
+
+    Args:
+        logical_cpus: places that the run asks for; a local Ray gets at least so many, whatever the machine has.
+        env: variables of every worker.
+
+    Returns:
+        True where Ray was started or joined here, and is therefore ours to leave.
+    """
+    if ray.is_initialized():
+        return False
+    runtime_env = {"env_vars": dict(env)}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(runtime_env=runtime_env, logging_level="ERROR")
+        return True
+    ray.init(
+        address="local",
+        num_cpus=max(logical_cpus, os.cpu_count() or 1),
+        include_dashboard=False,
+        runtime_env=runtime_env,
+        logging_level="ERROR",
+        object_store_memory=_object_store_bytes(),
+    )
+    return True
+
+
+def _object_store_bytes() -> int | None:
+    """Ray's own choice is a third of the memory; a laptop's run needs far less, and shared memory may be small."""
+    import shutil
+
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    return max(80 * 2**20, min(2 * 2**30, free // 4)) if free else None
+
+
+@contextlib.contextmanager
+def ray_session(*, logical_cpus: int, env: Mapping[str, str]) -> Iterator[None]:
+    """Ray for the time of a run."""
+    ours = start_ray(logical_cpus=logical_cpus, env=env)
+    try:
+        yield
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker runs.
+
+    Attributes:
+        group: Ray's placement group.
+        bundle: index in it.
+        share: part of the bundle's accelerator, or of its CPU, that the worker takes.
+    """
+
+    group: PlacementGroup
+    bundle: int
+    share: float
+
+    def options(self, on_gpu: bool) -> dict[str, Any]:
+        """Returns: the options of the worker's actor."""
+        return {
+            "num_cpus": self.share,
+            "num_gpus": self.share if on_gpu else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.group, placement_group_bundle_index=self.bundle
+            ),
+        }
+
+
+def role_sizes(config: PPOConfig) -> dict[str, int]:
+    """Returns: workers of every role that this run starts; no reference model where the KL coefficient is 0."""
+    sizes = {"actor": config.actor.num_nodes * config.actor.num_gpus_per_node}
+    if config.algo.kl.init_coef > 0:
+        sizes["ref"] = config.ref.num_nodes * config.ref.num_gpus_per_node
+    sizes["engine"] = config.vllm.num_engines
+    return sizes
+
+
+def colocated_roles(config: PPOConfig) -> list[tuple[str, ...]]:
+    """Returns: the roles, those that share places together in one tuple."""
+    roles = tuple(role_sizes(config))
+    if config.train.colocate_all:
+        return [roles]
+    if config.train.colocate_actor_ref and "ref" in roles:
+        return [("actor", "ref"), ("engine",)]
+    return [(role,) for role in roles]
+
+
+def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
+    """Reserves a place for every worker.
+
+    Raises:
+        RunError: the cluster has too little; the message says what is asked for and what there is.
+    """
+    sizes = role_sizes(config)
+    places: dict[str, list[Place]] = {}
+    for roles in colocated_roles(config):
+        count = max(sizes[role] for role in roles)
+        group = placement_group([{"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}] * count, strategy="PACK")
+        try:
+            ray.get(group.ready(), timeout=_PLACEMENT_TIMEOUT_S)
+        except ray.exceptions.GetTimeoutError as error:
+            unit = "GPUs" if on_gpu else "CPU places"
+            raise RunError(
+                f"{' + '.join(roles)} need {count} {unit}, the Ray cluster has {ray.available_resources()} free of "
+                f"{ray.cluster_resources()}: lower --actor.num_gpus_per_node, --ref.num_gpus_per_node or "
+                "--vllm.num_engines, or share places with --train.colocate_all"
+            ) from error
+        for role in roles:
+            places[role] = [Place(group, index, 1.0 / len(roles)) for index in range(sizes[role])]
+    return places
