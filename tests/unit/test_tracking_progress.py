@@ -1,0 +1,115 @@
+"""What a run says: readable on a terminal, sane in a log file."""
+
+import fcntl
+import io
+import math
+import os
+import pty
+import struct
+import termios
+
+import pytest
+
+from openrlhf.tracking.progress import COLUMNS, PHASES, Console, duration, summary_line
+
+RL_STEP = {
+    "reward/mean": 0.532,
+    "reward/std": 0.41,
+    "rollout/response_length": 6.2,
+    "kl/reference": 1.2e-3,
+    "policy/loss": -0.0132,
+    "actor/grad_norm": 0.52,
+    "actor/lr": 1e-6,
+    "sync/logprob_gap": 3.1e-6,
+    "throughput/tokens_per_s": 1523.0,
+    "time/step": 1.4,
+    **{f"time/{phase}": 0.3 for phase in PHASES},
+}
+
+
+def test_the_line_of_a_step_has_what_one_watches():
+    line = summary_line(3, 120, RL_STEP, 200)
+    for part in (
+        "3/120",
+        "0.532±0.410",
+        "6.2",
+        "1.2e-03",
+        "-1.3e-02",
+        "5.2e-01",
+        "3.1e-06",
+        "1523",
+        "1.4s",
+        "roll 0.3",
+        "3m20s left",
+    ):
+        assert part in line
+    assert len(line) < 180
+
+
+def test_lines_of_different_values_are_aligned():
+    other = {
+        name: -value / 7 if "time" not in name and "tokens" not in name else value for name, value in RL_STEP.items()
+    }
+    other |= {"kl/reference": math.nan, "reward/std": 0.0}
+    lines = [summary_line(3, 120, RL_STEP), summary_line(113, 120, other)]
+    for label in [column.label for column in COLUMNS if column.metric in RL_STEP and column.metric != "actor/lr"]:
+        assert len({line.index(label) for line in lines}) == 1
+
+
+def test_absent_metrics_are_left_out_and_lost_rewards_are_said():
+    assert summary_line(1, 1, {}) == "step 1/1"
+    assert "no reward: 3" in summary_line(1, 2, {"reward/failed": 3.0})
+    line = summary_line(7, 200, {"loss/train": 1.23, "actor/lr": 2e-3, "time/step": 0.4}, math.nan)
+    assert line == "step   7/200  loss  1.2300  lr 2.0e-03    0.4s"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7620, "2h07m")])
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_log_gets_one_line_a_step_and_no_bar(monkeypatch):
+    stream = io.StringIO()
+    console = Console(2, stream)
+    with console.phase("rollout", 100) as bar:
+        for _ in range(100):
+            bar.update()
+    console.step(1, RL_STEP)
+    console.step(2, RL_STEP)
+    assert len(stream.getvalue().splitlines()) == 2 and "\r" not in stream.getvalue()
+    assert "left" in stream.getvalue().splitlines()[0] and "left" not in stream.getvalue().splitlines()[1]
+
+
+def test_a_long_phase_says_in_a_log_that_it_lives(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("openrlhf.tracking.progress.time.monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    with Console(1, stream).phase("rollout", 4) as bar:
+        for _ in range(4):
+            clock[0] += 20
+            bar.update()
+    assert stream.getvalue().splitlines() == [
+        "rollout: 2 of 4 samples after 40s",
+        "rollout: 4 of 4 samples after 1m20s",
+    ]
+
+
+def test_on_a_terminal_a_bar_shows_and_goes_away_and_the_summary_stays():
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    with os.fdopen(follower, "w") as stream:
+        console = Console(1, stream)
+        assert console.live
+        with console.phase("rollout", 3) as bar:
+            bar.update(3)
+        console.step(1, RL_STEP)
+        console.warn("careful")
+        shown = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert "rollout" in shown and "0.532±0.410" in shown and "warning: careful" in shown
+    assert "rollout" not in shown.split("\r")[-1]
+
+
+def test_an_error_inside_a_phase_passes_and_takes_the_bar_away():
+    with pytest.raises(RuntimeError, match="boom"), Console(1, io.StringIO()).phase("update", 1):
+        raise RuntimeError("boom")
