@@ -47,10 +47,8 @@ def test_the_line_of_a_step_has_what_one_watches():
 
 
 def test_lines_of_different_values_are_aligned():
-    other = {
-        name: -value / 7 if "time" not in name and "tokens" not in name else value for name, value in RL_STEP.items()
-    }
-    other |= {"kl/reference": math.nan, "reward/std": 0.0}
+    other = {**RL_STEP, "reward/mean": -0.1, "reward/std": 0.0, "rollout/response_length": 1024.5, "policy/loss": 3e-7}
+    other |= {"kl/reference": math.nan, "actor/grad_norm": 12.0, "throughput/tokens_per_s": 34567.0}
     lines = [summary_line(3, 120, RL_STEP), summary_line(113, 120, other)]
     for label in [column.label for column in COLUMNS if column.metric in RL_STEP and column.metric != "actor/lr"]:
         assert len({line.index(label) for line in lines}) == 1
