@@ -102,7 +102,9 @@ def test_on_a_terminal_a_bar_shows_and_goes_away_and_the_summary_stays():
             bar.update(3)
         console.step(1, RL_STEP)
         console.warn("careful")
-        shown = os.read(leader, 65536).decode()
+        shown = ""
+        while "careful" not in shown:
+            shown += os.read(leader, 65536).decode()
     os.close(leader)
     assert "rollout" in shown and "0.532±0.410" in shown and "warning: careful" in shown
     assert "rollout" not in shown.split("\r")[-1]
