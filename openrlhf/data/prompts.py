@@ -1,0 +1,106 @@
+"""Prompts of RL: what a policy is asked, and what its answer is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from openrlhf.data.errors import DataError
+from openrlhf.data.rows import Rows, required_field, row_error
+from openrlhf.data.templates import check_input_template, render_prompt, require_chat_template
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt.
+
+    Attributes:
+        prompt: the text that the model answers, rendered.
+        label: what the reward function gets, of whatever JSON type the data set holds; "" without a label column.
+        datasource: the row's `datasource` column, which evaluation groups by; "default" without one.
+        templated: ``prompt`` holds its special tokens (hand it to ``templates.encode`` with the text).
+        images: the row's images, or None.
+    """
+
+    prompt: str
+    label: Any
+    datasource: str
+    templated: bool
+    images: Any = None
+
+
+class PromptDataset:
+    """Prompts rendered from the rows of a data set.
+
+    Every row is rendered once at the start, so that a bad one stops the run then and not hours later; the texts are
+    not kept, but rendered again when asked for.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Any,
+        *,
+        input_key: str = "input",
+        label_key: str | None = None,
+        input_template: str | None = None,
+        apply_chat_template: bool = False,
+        image_key: str | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Checks all rows.
+
+        Args:
+            rows: what ``sources.load_dataset_mix`` returned.
+            image_key: column of images; None ignores images.
+            progress: show a progress bar.
+
+        Raises:
+            ConfigError: the template cannot be used.
+            DataError: a row cannot be used; it names file, row number and columns.
+        """
+        check_input_template(input_template)
+        if apply_chat_template:
+            require_chat_template(tokenizer)
+        self.rows = rows
+        self.tokenizer = tokenizer
+        self.input_key = input_key
+        self.label_key = label_key
+        self.input_template = input_template
+        self.apply_chat_template = apply_chat_template
+        self.image_key = image_key
+        for index in tqdm(range(len(rows)), desc="checking prompts", disable=not progress, leave=False):
+            self._record(index, check_only=True)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> PromptRecord:
+        """Raises: IndexError past the end."""
+        return self._record(index)
+
+    def __iter__(self) -> Iterator[PromptRecord]:
+        return (self[index] for index in range(len(self)))
+
+    def _record(self, index: int, check_only: bool = False) -> PromptRecord:
+        row = self.rows[index]
+        images = None
+        if self.image_key is not None and not check_only:
+            images = row.get(self.image_key)
+        try:
+            rendered = render_prompt(
+                self.tokenizer,
+                required_field(row, self.input_key, "--data.input_key"),
+                apply_chat_template=self.apply_chat_template,
+                input_template=self.input_template,
+            )
+        except DataError:
+            raise
+        except ValueError as error:
+            raise row_error(row, f"column {self.input_key!r}: {error}") from error
+        label = "" if self.label_key is None else required_field(row, self.label_key, "--data.label_key")
+        datasource = row.get("datasource") or "default"
+        return PromptRecord(rendered.text, label, str(datasource), rendered.templated, images)
