@@ -10,21 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.models.scores import TokenScores
 
-
-@dataclass
-class TokenScores:
-    """Per-token results of one forward, aligned to the tokens; 0 where ``action_mask`` is 0.
-
-    Attributes:
-        logprobs: float32 [T], log-prob of each token under the policy at the asked temperature.
-        entropy: float32 [T] of the distribution that the token was drawn from, or None where not asked for.
-        aux_loss: router balancing loss of a mixture of experts, or None.
-    """
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
+__all__ = ["Backend", "StepResult", "TokenScores"]
 
 
 @dataclass

@@ -1,0 +1,120 @@
+"""What a checkpoint folder holds, and how it is written so that a failure leaves the one before intact."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from openrlhf.backends.distributed import raise_if_any
+
+TAG = "state"
+# Written last: a folder without it is what an interrupted run left behind.
+COMPLETE = "complete"
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+class _RecordingSaver:
+    """Stands where DeepSpeed writes files: an error is kept, and the collectives that follow still meet every rank."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def save(self, state: Any, path: str) -> None:
+        if self.error is None:
+            try:
+                self.inner.save(state, path)
+            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+                self.error = error
+
+
+def _rng_file(folder: Path, rank: int) -> Path:
+    return folder / f"rng_rank{rank}.pt"
+
+
+def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> None:
+    """Writes beside ``folder`` first and renames when every rank has written all of its files; collective.
+
+    Raises:
+        RankError: naming the folder, the rank and the reason; whatever stood at ``folder`` is unharmed.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    problem: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        except OSError as error:
+            problem = error
+    raise_if_any(f"writing the checkpoint {folder}", problem)
+    saver = _RecordingSaver(engine.checkpoint_engine)
+    engine.checkpoint_engine = saver
+    try:
+        engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
+    finally:
+        engine.checkpoint_engine = saver.inner
+    saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
+    _finish(partial, folder, saver.error)
+
+
+def _finish(partial: Path, folder: Path, problem: Exception | None) -> None:
+    what = f"writing the checkpoint {folder}"
+    try:
+        raise_if_any(what, problem)
+        if dist.get_rank() == 0:
+            try:
+                (partial / COMPLETE).write_text(f"{dist.get_world_size()}\n")
+                old = folder.with_name(folder.name + ".old")
+                if folder.exists():
+                    os.replace(folder, old)
+                os.replace(partial, folder)
+                shutil.rmtree(old, ignore_errors=True)
+            except OSError as error:
+                problem = error
+        raise_if_any(what, problem)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_training_state(engine: Any, folder: Path) -> dict[str, Any]:
+    """Puts weights, optimizer, scheduler and this rank's random state back; collective.
+
+    Returns: the ``state`` that was saved.
+
+    Raises:
+        RankError: the folder is missing, incomplete, or was written by another number of ranks.
+    """
+    problem: Exception | None = None
+    if not (folder / COMPLETE).exists():
+        problem = FileNotFoundError(f"{folder} is not a complete checkpoint")
+    elif (ranks := int((folder / COMPLETE).read_text())) != dist.get_world_size():
+        problem = ValueError(f"{folder} was written by {ranks} ranks, and {dist.get_world_size()} are running")
+    raise_if_any(f"loading the checkpoint {folder}", problem)
+    _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
+    _restore_random_state(torch.load(_rng_file(folder, dist.get_rank()), weights_only=False))
+    return client_state["ours"]

@@ -1,0 +1,248 @@
+"""The backend protocol on DeepSpeed: ZeRO 0 to 3, over NCCL on GPUs and gloo on CPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from openrlhf.backends.base import StepResult
+from openrlhf.backends.checkpoint_files import load_training_state, save_training_state
+from openrlhf.backends.distributed import shutdown_distributed
+from openrlhf.backends.ds_config import effective_stage, inference_config, training_config
+from openrlhf.backends.optimizer import build_adamw, build_scheduler
+from openrlhf.backends.weights import full_parameters, write_hf_folder
+from openrlhf.config import DeepSpeedConfig, OptimizerConfig
+from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.models.forward import score_tokens, unwrap
+from openrlhf.models.loading import DTYPES, load_causal_lm
+from openrlhf.models.probe import plan_forward
+from openrlhf.models.scores import TokenScores
+
+
+class GradientError(ArithmeticError):
+    """A gradient that is not finite, where no loss scale can have caused it."""
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+
+
+class DeepSpeedBackend:
+    """One model, with an optimizer (``for_training``) or without one (``for_inference``).
+
+    Every method is a collective: all ranks call it, in the same order. The process group must stand already
+    (``init_distributed``).
+    """
+
+    def __init__(
+        self, model: Any, *, device: torch.device, packing_samples: bool, stage: int, fp16: bool = False
+    ) -> None:
+        """Takes over what the two constructors below prepared.
+
+        Args:
+            model: a DeepSpeed engine, or a plain model (inference on stages 0 to 2).
+        """
+        self.model = model
+        self.module: Any = unwrap(model)
+        self.device = device
+        self.stage = stage
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._fp16 = fp16
+        self._engine = None if model is self.module else model
+        # fp32 without ZeRO: the one case in which DeepSpeed neither clips nor tells the norm.
+        self._plain_norm: float | None = None
+        self.plan = plan_forward(model, packing_samples=packing_samples, device=device)
+
+    @classmethod
+    def for_training(
+        cls,
+        model_path: str | Path,
+        *,
+        ds: DeepSpeedConfig,
+        optimizer: OptimizerConfig,
+        gradient_checkpointing: bool = False,
+        gradient_checkpointing_reentrant: bool = False,
+        total_steps: int,
+        device: str,
+        seed: int = 42,
+        trust_remote_code: bool = False,
+    ) -> DeepSpeedBackend:
+        """Loads a model and an optimizer.
+
+        Args:
+            total_steps: optimizer steps of the whole run, which the learning-rate schedule spans.
+            device: "cpu" or "cuda".
+            seed: of everything random in training on this rank.
+        """
+        import deepspeed
+
+        where = _device(device)
+        torch.manual_seed(seed)
+        config = training_config(ds, optimizer.max_norm, where)
+        stage = effective_stage(ds.zero_stage, ds.param_dtype)
+        model = load_causal_lm(
+            model_path,
+            dtype=DTYPES[ds.param_dtype],
+            attn_implementation=ds.attn_implementation,
+            device=where,
+            trust_remote_code=trust_remote_code,
+            gradient_checkpointing=gradient_checkpointing,
+            gradient_checkpointing_reentrant=gradient_checkpointing_reentrant,
+            zero3=config if stage == 3 else None,
+        )
+        adamw = build_adamw(model, optimizer.adam, where)
+        scheduler = build_scheduler(
+            adamw,
+            optimizer.lr_scheduler,
+            total_steps=total_steps,
+            warmup_ratio=optimizer.lr_warmup_ratio,
+            min_lr_ratio=optimizer.min_lr_ratio,
+        )
+        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, lr_scheduler=scheduler, config=config)
+        backend = cls(
+            engine, device=where, packing_samples=ds.packing_samples, stage=stage, fp16=ds.param_dtype == "fp16"
+        )
+        if stage == 0:
+            adamw.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
+        return backend
+
+    @classmethod
+    def for_inference(
+        cls, model_path: str | Path, *, ds: DeepSpeedConfig, device: str, trust_remote_code: bool = False
+    ) -> DeepSpeedBackend:
+        """Loads a model that only answers; sharded over the ranks on stage 3, whole on each otherwise."""
+        where = _device(device)
+        sharded = ds.zero_stage == 3
+        config = inference_config(ds, where) if sharded else None
+        model = load_causal_lm(
+            model_path,
+            dtype=DTYPES[ds.param_dtype],
+            attn_implementation=ds.attn_implementation,
+            device=where,
+            trust_remote_code=trust_remote_code,
+            zero3=config,
+        )
+        model.requires_grad_(False)
+        if sharded:
+            import deepspeed
+
+            model, *_ = deepspeed.initialize(model=model, config=config)
+        model.eval()
+        return cls(model, device=where, packing_samples=ds.packing_samples, stage=ds.zero_stage)
+
+    def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Scores one micro-batch; keeps a gradient where gradients are enabled.
+
+        Args:
+            batch: on any device.
+            temperature: the one that the tokens were sampled with.
+            entropy: also the entropy of each trained token's distribution.
+        """
+        train = torch.is_grad_enabled() and self._engine is not None and self._engine.optimizer is not None
+        if self.module.training != train:
+            self.model.train(train)
+        return score_tokens(self.model, batch.to(self.device), temperature=temperature, entropy=entropy, plan=self.plan)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds this rank's share: the sum over ranks and micro-batches of what is given here is the loss.
+
+        Args:
+            loss: scalar with a gradient path, zero too.
+        """
+        # DeepSpeed divides the sum over ranks by their number.
+        self._engine.backward(loss * self.world_size)
+
+    def step(self) -> StepResult:
+        """Clips, moves the weights, clears the gradients and moves the scheduler.
+
+        Raises:
+            GradientError: the gradient is not finite, other than by an fp16 loss scale that was too high.
+        """
+        lr = float(self._engine.optimizer.param_groups[0]["lr"])
+        self._engine.step()
+        skipped = not self._engine.was_step_applied()
+        norm = self._plain_norm if self.stage == 0 else self._engine.get_global_grad_norm()
+        norm = math.nan if skipped else float(norm)
+        if not math.isfinite(norm) and not (skipped and self._fp16):
+            raise GradientError(f"the gradient's norm is {norm} in optimizer step {self._engine.global_steps}")
+        return StepResult(grad_norm=norm, skipped=skipped, lr=lr)
+
+    def _clip_hook(self, max_norm: float) -> Any:
+        def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            norm = nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+            self._plain_norm = float(norm)
+            if not math.isfinite(self._plain_norm):
+                raise GradientError(f"the gradient's norm is {self._plain_norm}; no weight was moved")
+
+        return clip
+
+    def all_reduce(self, value: float, op: str = "sum") -> float:
+        """Returns: ``value`` reduced over the ranks ("sum", "max" or "min"), the same on all."""
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        tensor = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, ops[op])
+        return tensor.item()
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields: HF names with whole tensors; a tensor is good until the next is asked for.
+
+        Tied weights come once. Every rank must consume it fully and in order.
+        """
+        return full_parameters(self.module, sharded=self.stage == 3)
+
+    def save_hf(self, folder: Path) -> None:
+        """Writes a folder that transformers loads; the tokenizer is not its business.
+
+        Raises:
+            RankError: it could not be written; what stood in the folder before still stands.
+        """
+        write_hf_folder(self.module, Path(folder), sharded=self.stage == 3)
+
+    def save_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
+        """Writes all that training needs to go on bit for bit: weights, optimizer, scheduler, RNG of all ranks, ``state``.
+
+        Raises:
+            RankError: it could not be written, on all ranks; ``folder`` is then as it was.
+        """
+        save_training_state(self._engine, Path(folder), state)
+
+    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Returns: the ``state`` that was given to ``save_checkpoint``.
+
+        Raises:
+            RankError: the folder is missing, incomplete or of another number of ranks.
+        """
+        return load_training_state(self._engine, Path(folder))
+
+    def offload(self) -> None:
+        """Moves weights and optimizer to host memory; nothing to do on a CPU."""
+        if self.device.type == "cpu":
+            return
+        if self._engine is None:
+            self.module.to("cpu")
+        elif self._engine.optimizer is not None and self.stage > 0:
+            self._engine.offload_states()
+        torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Undoes ``offload``."""
+        if self.device.type == "cpu":
+            return
+        if self._engine is None:
+            self.module.to(self.device)
+        elif self._engine.optimizer is not None and self.stage > 0:
+            self._engine.reload_states()
+
+    def close(self) -> None:
+        """Meets the other ranks and leaves the process group, so that no exit aborts."""
+        if self._engine is not None:
+            self._engine.destroy()
+        shutdown_distributed()

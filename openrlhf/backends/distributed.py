@@ -1,0 +1,90 @@
+"""Joining and leaving the group of training processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
+    """Joins the group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
+
+    A process that finds none of these is a group of its own.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL; this process takes card LOCAL_RANK).
+        timeout_s: seconds that one collective may wait for the other ranks.
+
+    Returns: the device of this process.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(single, MASTER_PORT=str(_free_port()))
+    # DeepSpeed otherwise asks which accelerators it could build for, and may take another than we do.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        # Otherwise the first start compiles a shared-memory extension for half a minute. (As an attribute of the
+        # package, `deepspeed.comm.torch` is PyTorch itself.)
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    if not deepspeed.comm.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        deepspeed.init_distributed(
+            backend, auto_mpi_discovery=False, timeout=timedelta(seconds=timeout_s), verbose=False
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+
+
+def shutdown_distributed() -> None:
+    """Meets the other ranks and leaves the group; without it, some exits abort in gloo."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class RankError(RuntimeError):
+    """What went wrong on one rank, raised on all of them."""
+
+
+@contextmanager
+def failing_together(what: str, error_types: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Makes an error of one rank an error of all, so that none waits for a rank that has given up.
+
+    The body must not hold a collective that a failing rank would leave out.
+
+    Raises:
+        RankError: one sentence naming what could not be done, where and why.
+    """
+    error = None
+    try:
+        yield
+    except error_types as problem:
+        error = problem
+    raise_if_any(what, error)
+
+
+def raise_if_any(what: str, error: BaseException | None) -> None:
+    """Collective: raises on every rank where any rank brings an error."""
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RankError(f"{what} failed on rank {rank}: {message}") from error

@@ -1,0 +1,75 @@
+"""The optimizer, its parameter groups and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from openrlhf.config.errors import ConfigError
+
+# What a schedule calls its floor; all others have none and would not start with the argument.
+FLOOR_ARGUMENT = {
+    "cosine_with_min_lr": "min_lr_rate",
+    "cosine_warmup_with_min_lr": "min_lr_rate",
+    "warmup_stable_decay": "min_lr_ratio",
+}
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Splits trainable parameters: matrices decay, biases and norms do not.
+
+    Under ZeRO-3 a parameter's own shape is empty; its true one is ``ds_shape``.
+    """
+    decayed, kept = [], []
+    for _, parameter in named:
+        if parameter.requires_grad:
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (kept if len(shape) <= 1 else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_adamw(model: nn.Module, adam: Any, device: torch.device) -> torch.optim.AdamW:
+    """torch's AdamW: nothing has to be compiled for it.
+
+    Args:
+        adam: ``AdamConfig`` (lr, betas, eps, weight_decay).
+    """
+    groups = parameter_groups(model.named_parameters(), adam.weight_decay)
+    return torch.optim.AdamW(
+        groups, lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, fused=True if device.type == "cuda" else None
+    )
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, name: str, *, total_steps: int, warmup_ratio: float, min_lr_ratio: float
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Builds the schedule that moves once for every optimizer step that moved weights.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        warmup_ratio: share of them over which the rate rises from 0, rounded up.
+        min_lr_ratio: the last rate over the initial one, for schedules that have a floor.
+
+    Raises:
+        ConfigError: there is no schedule of this name, or it needs something that a trainer does not give.
+    """
+    known = [kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy")]
+    if name not in known:
+        raise ConfigError(f"--lr_scheduler {name} is not one of {', '.join(known)}")
+    warmup = math.ceil(total_steps * warmup_ratio)
+    extra: dict[str, Any] = {}
+    if name in FLOOR_ARGUMENT:
+        extra[FLOOR_ARGUMENT[name]] = min_lr_ratio
+    if name == "warmup_stable_decay":
+        # No flag says how long the decay lasts; a tenth of the run is the habit.
+        extra["num_decay_steps"] = math.ceil(0.1 * total_steps)
+    return get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps, scheduler_specific_kwargs=extra
+    )

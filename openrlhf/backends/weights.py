@@ -1,0 +1,106 @@
+"""Whole weights out of a model that may be sharded: for the rollout engine and for a folder that transformers loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from openrlhf.backends.distributed import raise_if_any
+
+# Bytes of parameters that stand whole at one time while a sharded model is read.
+GATHER_BYTES = 512 * 1024**2
+
+
+def _true_size(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+
+
+def _buckets(named: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        if bucket and size + _true_size(parameter) > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += _true_size(parameter)
+    if bucket:
+        yield bucket
+
+
+def _gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=None)
+
+
+def full_parameters(
+    module: Any, *, sharded: bool, bucket_bytes: int = GATHER_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields: the names and layouts of a saved HF model, with whole tensors that are good until the next is asked for.
+
+    A weight that two modules share comes once, under its first name. Collective where ``sharded``.
+    """
+    for bucket in _buckets(list(module.named_parameters()), bucket_bytes):
+        with _gathered([parameter for _, parameter in bucket], sharded):
+            tensors = {name: parameter.detach() for name, parameter in bucket}
+            # transformers lays some weights (experts) out in another way than files and engines do.
+            yield from revert_weight_conversion(module, tensors).items()
+
+
+def _state_on_rank_0(module: Any, sharded: bool) -> dict[str, torch.Tensor] | None:
+    """What rank 0 has to write: its own tensors, or copies in host memory where no rank has them whole."""
+    if not sharded:
+        return module.state_dict() if dist.get_rank() == 0 else None
+    state: dict[str, torch.Tensor] = {}
+    for bucket in _buckets(list(module.named_parameters()), GATHER_BYTES):
+        with _gathered([parameter for _, parameter in bucket], sharded):
+            if dist.get_rank() == 0:
+                state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
+    if dist.get_rank() != 0:
+        return None
+    persistent = set(module.state_dict().keys())
+    return state | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+def write_hf_folder(module: Any, folder: Path, *, sharded: bool) -> None:
+    """Rank 0 writes config, generation config and safetensors files; collective.
+
+    Raises:
+        RankError: it could not be written, on all ranks; the files that were there before still stand.
+    """
+    state = _state_on_rank_0(module, sharded)
+    problem: Exception | None = None
+    if state is not None:
+        partial = folder.with_name(folder.name + ".partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            module.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
+            folder.mkdir(parents=True, exist_ok=True)
+            _replace_files(partial, folder)
+        except Exception as error:  # safetensors and torch each raise a type of their own for a full disk
+            problem = error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    raise_if_any(f"saving the model to {folder}", problem)
+
+
+def _replace_files(source: Path, target: Path) -> None:
+    """Moves every file over; weights of an earlier save that has no file of this name go, lest both be loaded."""
+    names = {path.name for path in source.iterdir()}
+    for path in source.iterdir():
+        os.replace(path, target / path.name)
+    for path in target.glob("model*.safetensors*"):
+        if path.name not in names:
+            path.unlink()

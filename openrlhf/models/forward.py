@@ -1,0 +1,125 @@
+"""One forward over a packed batch: log-probs and entropies aligned to the tokens. Every shift by one stands here."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.models.attention import packing_arguments
+from openrlhf.models.logprobs import ScoreRequest, logprobs_from_logits, scoring_head
+from openrlhf.models.scores import TokenScores
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """How a model is run. ``models.probe.plan_forward`` finds out what is right for it.
+
+    Attributes:
+        packed: rows end to end; otherwise each row is padded to the longest.
+        in_head: log-probs are computed inside the output head; otherwise from the model's whole logits.
+    """
+
+    packed: bool = True
+    in_head: bool = True
+
+
+def unwrap(model: Any) -> Any:
+    """Returns: the transformers model inside a DeepSpeed engine, or the model itself."""
+    return model.module if hasattr(model, "module") else model
+
+
+def _packed_inputs(module: Any, batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor]:
+    positions = batch.position_ids
+    inputs = {
+        "input_ids": batch.tokens[None],
+        "position_ids": positions[None] if positions.dim() == 1 else positions[:, None],
+        **packing_arguments(module.config._attn_implementation, batch.cu_seqlens),
+    }
+    return inputs, torch.arange(batch.tokens.numel(), device=batch.tokens.device)
+
+
+def _padded_inputs(batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor]:
+    """Pads on the right: there neither attention nor a recurrent state of an earlier token can see the padding, and
+    positions count real tokens only.
+    """
+    lengths, device = batch.lengths, batch.tokens.device
+    rows, longest = batch.num_rows, int(lengths.max())
+    places = torch.arange(batch.tokens.numel(), device=device)
+    row = batch.row_of_token()
+    flat = row * longest + places - batch.cu_seqlens.long()[row]
+    mask = torch.zeros(rows * longest, dtype=torch.long, device=device).index_fill(0, flat, 1).view(rows, longest)
+    ids = torch.zeros(rows * longest, dtype=torch.long, device=device).index_copy(0, flat, batch.tokens)
+    positions = torch.zeros(*batch.position_ids.shape[:-1], rows * longest, dtype=torch.long, device=device)
+    positions[..., flat] = batch.position_ids
+    inputs = {
+        "input_ids": ids.view(rows, longest),
+        "attention_mask": mask,
+        "position_ids": positions.unflatten(-1, (rows, longest)),
+    }
+    return inputs, flat
+
+
+def _accepted(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out what the model's forward has no name for (a state-space model knows no positions)."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return inputs
+    return {name: value for name, value in inputs.items() if name in parameters}
+
+
+def score_tokens(
+    model: Any,
+    batch: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    plan: ForwardPlan = ForwardPlan(),
+) -> TokenScores:
+    """Scores the tokens whose ``action_mask`` is 1.
+
+    Args:
+        model: a transformers model for causal language modelling, or a DeepSpeed engine around one.
+        batch: on the model's device.
+        temperature: the one that the tokens were sampled with.
+        entropy: also the entropy of the distribution that each of them was drawn from.
+
+    Returns: log-probs (and entropies) of all T tokens, 0 where nothing is trained, with a gradient path even then.
+    """
+    module = unwrap(model)
+    inputs, flat = _packed_inputs(module, batch) if plan.packed else _padded_inputs(batch)
+    trained = batch.action_mask.nonzero().flatten()
+    # With nothing trained, one token is scored all the same and then left out: every rank has to run every layer.
+    scored = trained if trained.numel() else torch.zeros(1, dtype=torch.long, device=batch.tokens.device)
+    request = ScoreRequest(
+        positions=flat[(scored - 1).clamp(min=0)],
+        targets=batch.tokens[scored],
+        temperature=temperature,
+        entropy=entropy,
+    )
+    logprobs, entropies = _run(model, module, {**inputs, **batch.model_inputs}, request, plan.in_head)
+    return TokenScores(
+        logprobs=_spread(logprobs, scored, batch.action_mask),
+        entropy=None if entropies is None else _spread(entropies, scored, batch.action_mask),
+    )
+
+
+def _run(
+    model: Any, module: Any, inputs: dict[str, Any], request: ScoreRequest, in_head: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    inputs = _accepted(module, {**inputs, "use_cache": False})
+    if not in_head:
+        logits = model(**inputs).logits
+        return logprobs_from_logits(logits.reshape(-1, logits.shape[-1])[request.positions], request)
+    with scoring_head(module).answering(request):
+        answer = model(**inputs).logits[0]
+    return answer[:, 0], (answer[:, 1] if request.entropy else None)
+
+
+def _spread(values: torch.Tensor, places: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[K] -> [T], 0 elsewhere. ``where`` also keeps out whatever stands at a place that only filled up."""
+    spread = torch.zeros(mask.shape, dtype=values.dtype, device=values.device).scatter(0, places, values)
+    return torch.where(mask, spread, 0.0)

@@ -1,0 +1,135 @@
+"""Loads what transformers saved: models ready for packed rows, and tokenizers with a pad token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from openrlhf.config.errors import ConfigError
+from openrlhf.models.attention import choose_attention
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@contextmanager
+def _parameters_born_sharded(zero3: dict[str, Any] | None) -> Iterator[None]:
+    """While it lasts, ``from_pretrained`` splits every parameter over the ranks as it is made, so that no rank ever
+    holds the whole model. Only while it lasts: later models of the process may be of another kind.
+    """
+    if zero3 is None:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig(zero3)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del keep_alive
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Training mode must give the log-probs of evaluation mode, or the first ratio of an update is not 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "auto",
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+    gradient_checkpointing_reentrant: bool = False,
+    zero3: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Loads a causal language model, dropout off.
+
+    Args:
+        path: folder or hub name.
+        attn_implementation: ``--ds.attn_implementation``; "auto" takes the best that is installed.
+        zero3: the DeepSpeed config where parameters are to be sharded at birth; they then stand on the device that
+            DeepSpeed chose.
+
+    Raises:
+        ConfigError: there is no such model, or the attention kernel cannot run here.
+    """
+    device = torch.device(device)
+    if zero3 is None and Path(path).is_absolute() and not Path(path).exists():
+        raise ConfigError(f"model folder {path} does not exist")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    implementation = choose_attention(config, _model_class(config), attn_implementation, device)
+    with _parameters_born_sharded(zero3):
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    _without_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+        if gradient_checkpointing_reentrant:
+            # The reentrant kind gives no gradient at all where none of its inputs has one.
+            model.enable_input_require_grads()
+    return model if zero3 is not None else model.to(device)
+
+
+def _model_class(config: Any) -> type[PreTrainedModel]:
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    # A class of the model's own folder: nothing is known of it before it is loaded.
+    return PreTrainedModel
+
+
+def load_tokenizer(
+    path: str | Path,
+    *,
+    use_fast: bool = True,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer and sees to it that it has a pad token.
+
+    Args:
+        chat_template: takes the place of the tokenizer's own.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = _spare_token(tokenizer)
+        logger.warning("the tokenizer of %s has no pad token; %r is used", path, tokenizer.pad_token)
+    return tokenizer
+
+
+def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A token that stands in no text: a reserved one, else the unknown token, else EOS."""
+    vocabulary = tokenizer.get_vocab()
+    spare = sorted(
+        (
+            token
+            for token in vocabulary
+            if any(word in token for word in ("<|pad", "_pad_", "<pad>", "reserved_special"))
+        ),
+        key=vocabulary.__getitem__,
+    )
+    candidates = [*spare, tokenizer.unk_token, tokenizer.eos_token]
+    return next(token for token in candidates if token is not None)

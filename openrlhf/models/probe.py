@@ -1,0 +1,93 @@
+"""Finds out how a loaded model can be run without being silently wrong."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from openrlhf.data.packed_batch import PackedBatch, pack_rows
+from openrlhf.models.forward import ForwardPlan, score_tokens, unwrap
+from openrlhf.models.logprobs import ScoreRequest, scoring_head
+
+logger = logging.getLogger(__name__)
+
+FIRST_ROW, SECOND_ROW = 7, 11
+
+# A packed row may differ from the same row alone by rounding: other kernels, other orders of summation.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> ForwardPlan:
+    """Runs two short rows and picks the fastest way of running this model that gives what the model itself gives.
+
+    Collective under ZeRO-3.
+
+    Args:
+        model: a transformers model, or a DeepSpeed engine around one.
+        packing_samples: False runs padded in any case.
+    """
+    module = unwrap(model)
+    was_training = module.training
+    module.eval()
+    with torch.no_grad():
+        in_head = _head_answers_arrive(model, device)
+        if not in_head:
+            logger.warning(
+                "%s changes its logits after the output head; log-probs are taken from whole logits", _name(module)
+            )
+        packed = packing_samples and _rows_stay_apart(model, ForwardPlan(packed=True, in_head=in_head), device)
+        if packing_samples and not packed:
+            logger.warning("%s gives other log-probs when rows are packed; every row is padded instead", _name(module))
+    module.train(was_training)
+    return ForwardPlan(packed=packed, in_head=in_head)
+
+
+def _name(module: Any) -> str:
+    return type(module).__name__
+
+
+def _rows(module: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows of tokens that every rank chooses alike; the second one does not depend on the seed."""
+    vocab = module.config.get_text_config().vocab_size
+    first = (torch.arange(FIRST_ROW) * 7919 + 31 * seed + 17) % vocab
+    second = (torch.arange(SECOND_ROW) * 104729 + 11) % vocab
+    return first, second
+
+
+def _batch(rows: list[torch.Tensor], device: torch.device) -> PackedBatch:
+    return pack_rows(rows, [torch.arange(row.numel()) > 0 for row in rows]).to(device)
+
+
+def _head_answers_arrive(model: Any, device: torch.device) -> bool:
+    """Whether what the head returns comes out of the model untouched (no soft-capping, no scale, no cast).
+
+    The numbers are large on purpose: a random model's own logits are so small that soft-capping hardly moves them.
+    """
+    head = scoring_head(unwrap(model))
+    if head is None:
+        return False
+    positions = torch.arange(8, device=device)
+    expected = torch.linspace(-300.7, 300.9, 8, device=device)[:, None]
+    request = ScoreRequest(positions=positions, targets=positions)
+    tokens = (positions + 1)[None]
+    with head.answering(request, probe=expected):
+        answer = model(input_ids=tokens, use_cache=False).logits
+    return answer.shape == (1, 8, 1) and torch.equal(answer[0].double(), expected.double())
+
+
+def _rows_stay_apart(model: Any, plan: ForwardPlan, device: torch.device) -> bool:
+    """Whether the second of two packed rows neither sees the first one nor differs from itself alone."""
+    module = unwrap(model)
+    first, second = _rows(module, seed=0)
+    other, _ = _rows(module, seed=1)
+    together = score_tokens(model, _batch([first, second], device), plan=plan).logprobs[FIRST_ROW:]
+    beside_other = score_tokens(model, _batch([other, second], device), plan=plan).logprobs[FIRST_ROW:]
+    alone = score_tokens(model, _batch([second], device), plan=plan).logprobs
+    tolerance = TOLERANCE[module.dtype]
+    # Same shapes and same kernels: without a leak only the routing of experts can move anything at all.
+    leak = (together - beside_other).abs().max()
+    # Positions counted on over the border, say. The mean, because in half precision single tokens scatter.
+    shift = (together - alone).abs().mean()
+    return bool(leak <= tolerance / 10) and bool(shift <= tolerance)
