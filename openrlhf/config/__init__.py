@@ -1,6 +1,8 @@
 """Typed settings of every command: one frozen dataclass for each group of flags."""
 
 from openrlhf.config.algo import AdvantageConfig, AlgoConfig, KLConfig
+from openrlhf.config.checks import check, resolve
+from openrlhf.config.checks_system import check_device, detect_device, device_notes, known_device
 from openrlhf.config.ckpt import CkptConfig, LoggerConfig, PPOCkptConfig, WandbConfig
 from openrlhf.config.commands import (
     COMMANDS,
@@ -43,6 +45,7 @@ from openrlhf.config.model import (
     RMModelConfig,
     SFTModelConfig,
 )
+from openrlhf.config.notes import notes
 from openrlhf.config.optimizer import AdamConfig, MuonConfig, OptimizerConfig
 from openrlhf.config.parse import parse
 from openrlhf.config.reward import RewardConfig, ServeRewardConfig
@@ -98,7 +101,14 @@ __all__ = [
     "TrainConfig",
     "VllmConfig",
     "WandbConfig",
+    "check",
+    "check_device",
     "command_of",
+    "detect_device",
+    "device_notes",
+    "known_device",
+    "notes",
     "parse",
+    "resolve",
     "to_flags_yaml",
 ]

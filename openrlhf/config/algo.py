@@ -10,6 +10,11 @@ import tyro
 Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
 LossAggregation = Literal["token_mean", "seq_mean", "constant"]
 
+# They compare the samples of one prompt with each other, so that one sample alone teaches nothing.
+GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+# They scale advantages by their standard deviation over the batch, unless no_std_norm is set.
+WHITENING_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
+
 
 @dataclass(frozen=True)
 class AdvantageConfig:
@@ -45,6 +50,11 @@ class KLConfig:
     """Adapt the coefficient so that the KL comes near this value; unset keeps it fixed."""
     horizon: int = 10000
     """Samples over which the coefficient adapts."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a KL, and so a reference model, at all."""
+        return self.init_coef > 0
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ class PlacementConfig:
     num_gpus_per_node: int = 8
     """GPUs, one worker each, on every node; counts workers where there is no GPU."""
 
+    @property
+    def world_size(self) -> int:
+        """Workers of the group, over all nodes."""
+        return self.num_nodes * self.num_gpus_per_node
+
 
 @dataclass(frozen=True)
 class ActorConfig(PlacementConfig):

@@ -1,0 +1,16 @@
+"""Reinforcement learning: python -m openrlhf.cli.train_ppo_ray, by itself or through ray job submit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command from its flags; None takes the process's own."""
+    run_command("train_ppo_ray", "openrlhf.trainer.ppo:run", argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Supervised fine-tuning: deepspeed, torchrun or python, with --module or -m openrlhf.cli.train_sft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.cli.common import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command from its flags; None takes the process's own."""
+    run_command("train_sft", "openrlhf.trainer.sft:run", argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Refusing what cannot work, filling in what was left open: the steps between parsing and running."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+
+from openrlhf.config.checks_data import check_data
+from openrlhf.config.checks_rl import check_rl
+from openrlhf.config.checks_system import check_system
+from openrlhf.config.checks_training import check_training
+from openrlhf.config.checks_values import check_values
+from openrlhf.config.commands import Config, PPOConfig, TrainingConfig, command_of
+from openrlhf.config.unbuilt import check_unbuilt
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first thing in a config that cannot be run, be it missing, wrong or not built yet."""
+    check_values(config)
+    check_unbuilt(config)
+    if isinstance(config, TrainingConfig):
+        check_training(config)
+        check_data(config)
+    if isinstance(config, PPOConfig):
+        check_rl(config)
+    if isinstance(config, TrainingConfig):
+        check_system(config)
+
+
+def resolve(config: Config) -> Config:
+    """Fills in what was left open and can be told from the rest.
+
+    Returns: a config with a run name, the chat template alone where it is asked for, and for RL an aggregation of the
+    loss and, where micro-batches go by tokens, a budget for log-probs.
+    """
+    if not isinstance(config, TrainingConfig):
+        return config
+    logger = config.logger
+    if logger.wandb.run_name is None:
+        name = f"{command_of(config)}_{datetime.now():%m%dT%H:%M}"
+        logger = dataclasses.replace(logger, wandb=dataclasses.replace(logger.wandb, run_name=name))
+    data = config.data
+    if data.apply_chat_template:
+        data = dataclasses.replace(data, input_template=None)
+    config = dataclasses.replace(config, logger=logger, data=data)
+    if not isinstance(config, PPOConfig):
+        return config
+    algo = dataclasses.replace(config.algo, loss_aggregation=config.algo.loss_aggregation or "token_mean")
+    rollout = config.rollout
+    if config.train.dynamic_batch_enable and rollout.max_tokens_per_gpu is None:
+        rollout = dataclasses.replace(rollout, max_tokens_per_gpu=config.train.max_tokens_per_gpu)
+    return dataclasses.replace(config, algo=algo, rollout=rollout)

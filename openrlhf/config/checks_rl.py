@@ -1,0 +1,175 @@
+"""Checks of the RL flags against each other."""
+
+from __future__ import annotations
+
+from openrlhf.config.algo import GROUP_ESTIMATORS
+from openrlhf.config.commands import PPOConfig
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.model import PlacementConfig
+
+SYNC_BACKENDS = ("nccl", "gloo", "ipc", "shm")
+
+
+def check_rl(config: PPOConfig) -> None:
+    """Raises ConfigError where flags of RL do not fit together."""
+    check_reward_source(config)
+    check_groups(config)
+    check_batches(config)
+    check_schedule(config)
+    check_kl(config)
+    check_correction(config)
+    check_penalties(config)
+    check_colocation(config)
+    if config.vllm.sync_backend not in SYNC_BACKENDS:
+        known = ", ".join(SYNC_BACKENDS)
+        raise ConfigError(f"--vllm.sync_backend must be one of {known}, found {config.vllm.sync_backend!r}.")
+    if config.train.dynamic_batch_enable and not config.ds.packing_samples:
+        raise ConfigError(
+            "--train.dynamic_batch_enable counts tokens of packed rows; leave out --ds.no_packing_samples."
+        )
+
+
+def check_reward_source(config: PPOConfig) -> None:
+    """Raises ConfigError unless exactly one source of rewards is given, in a form that is one."""
+    url = config.reward.remote_url
+    sources = {
+        "--reward.remote_url": url,
+        "--reward.model_name_or_path": config.reward.model_name_or_path,
+        "--train.agent_func_path": config.train.agent_func_path,
+    }
+    given = [flag for flag, value in sources.items() if value]
+    if not given:
+        raise ConfigError(
+            "No reward: give --reward.remote_url a Python file with reward_func(queries, prompts, labels)."
+        )
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given, but rewards come from one source; keep one.")
+    if url and not url.endswith(".py") and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--reward.remote_url takes a Python file (.py) or an http address, found {url!r}.")
+
+
+def check_groups(config: PPOConfig) -> None:
+    """Raises ConfigError where samples are compared within a group of one."""
+    estimator, samples = config.algo.advantage.estimator, config.rollout.n_samples_per_prompt
+    if samples > 1:
+        return
+    if estimator in GROUP_ESTIMATORS:
+        raise ConfigError(
+            f"--algo.advantage.estimator {estimator} compares the samples of one prompt, so "
+            f"--rollout.n_samples_per_prompt must be 2 or more, found {samples}."
+        )
+    if config.algo.dynamic_filtering_enable:
+        raise ConfigError(
+            "--algo.dynamic_filtering_enable judges groups, so --rollout.n_samples_per_prompt must be 2 or more."
+        )
+
+
+def check_batches(config: PPOConfig) -> None:
+    """Raises ConfigError where a rollout cannot fill one optimizer step."""
+    rollout, batch = config.rollout, config.train.batch_size
+    samples = rollout.batch_size * rollout.n_samples_per_prompt
+    if batch > samples:
+        raise ConfigError(
+            f"--train.batch_size {batch} is more than the {samples} samples of a rollout (--rollout.batch_size "
+            f"{rollout.batch_size} x --rollout.n_samples_per_prompt {rollout.n_samples_per_prompt}); lower it or raise "
+            "them."
+        )
+    if samples < config.actor.world_size:
+        raise ConfigError(
+            f"A rollout has {samples} samples for {config.actor.world_size} actor workers; raise --rollout.batch_size "
+            "or lower --actor.num_gpus_per_node."
+        )
+
+
+def check_schedule(config: PPOConfig) -> None:
+    """Raises ConfigError where synchronous training is told to overlap, or overlapping engines to sleep."""
+    train, rollout = config.train, config.rollout
+    oversample = rollout.vllm_generate_batch_size
+    if oversample is not None and oversample < rollout.batch_size:
+        raise ConfigError(
+            f"--rollout.vllm_generate_batch_size {oversample} is less than --rollout.batch_size {rollout.batch_size}; "
+            "it counts the prompts in generation, so raise it."
+        )
+    if oversample is not None and oversample > rollout.batch_size and not train.async_enable:
+        raise ConfigError(
+            f"--rollout.vllm_generate_batch_size {oversample} above --rollout.batch_size {rollout.batch_size} needs "
+            "--train.async_enable."
+        )
+    if train.partial_rollout_enable and not train.async_enable:
+        raise ConfigError("--train.partial_rollout_enable needs --train.async_enable.")
+    if train.async_enable and config.vllm.enable_sleep:
+        raise ConfigError("--vllm.enable_sleep stops the engines that --train.async_enable keeps busy; keep one.")
+    for name, asked in (("vllm", config.vllm.enable_sleep), ("ds", config.ds.enable_sleep)):
+        if asked and not train.colocate_all:
+            raise ConfigError(
+                f"--{name}.enable_sleep frees a GPU for others that share it; add --train.colocate_all or leave it out."
+            )
+
+
+def check_kl(config: PPOConfig) -> None:
+    """Raises ConfigError for a KL in the loss whose gradient teaches nothing, or a target for a KL that is off."""
+    kl = config.algo.kl
+    if not kl.enabled:
+        if kl.target is not None:
+            raise ConfigError("--algo.kl.target adapts a coefficient that --algo.kl.init_coef 0 turned off; raise it.")
+        return
+    if kl.use_loss and kl.estimator == "k1":
+        raise ConfigError(
+            "--algo.kl.use_loss with --algo.kl.estimator k1 has an expected gradient of zero; take k2 or k3, or leave "
+            "out --algo.kl.use_loss."
+        )
+
+
+def check_correction(config: PPOConfig) -> None:
+    """Raises ConfigError where the engine's probabilities are not those of the whole distribution."""
+    if config.algo.advantage.is_correction_enable and config.rollout.top_p < 1:
+        raise ConfigError(
+            "--algo.advantage.is_correction_enable compares probabilities of the whole distribution, and "
+            f"--rollout.top_p {config.rollout.top_p} samples from a part of it; set --rollout.top_p 1."
+        )
+
+
+def check_penalties(config: PPOConfig) -> None:
+    """Raises ConfigError where the buffer of the length penalty has nothing to lie in."""
+    buffer, longest = config.reward.overlong_buffer_len, config.rollout.max_new_tokens
+    if buffer is None:
+        return
+    if longest is None:
+        raise ConfigError("--reward.overlong_buffer_len is counted back from --rollout.max_new_tokens; set that too.")
+    if buffer > longest:
+        raise ConfigError(
+            f"--reward.overlong_buffer_len {buffer} is longer than --rollout.max_new_tokens {longest}; lower it."
+        )
+
+
+def check_colocation(config: PPOConfig) -> None:
+    """Raises ConfigError where groups that share GPUs differ in size. Groups that are not started do not count."""
+    train, actor = config.train, config.actor
+    critic = config.algo.advantage.estimator == "gae"
+    reward = config.reward.model_name_or_path is not None
+    if config.algo.kl.enabled and (train.colocate_actor_ref or train.colocate_all):
+        flag = "--train.colocate_all" if train.colocate_all else "--train.colocate_actor_ref"
+        _same_size(flag, "actor", actor, "ref", config.ref)
+    if train.colocate_all and critic:
+        _same_size("--train.colocate_all", "actor", actor, "critic", config.critic)
+    if train.colocate_all and reward:
+        _same_size("--train.colocate_all", "actor", actor, "reward", config.reward)
+    if train.colocate_critic_reward and critic and reward:
+        _same_size("--train.colocate_critic_reward", "critic", config.critic, "reward", config.reward)
+    engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
+    if train.colocate_all and not train.async_enable and engines != actor.world_size:
+        raise ConfigError(
+            f"--train.colocate_all puts engines and actor on the same GPUs, but --vllm.num_engines "
+            f"{config.vllm.num_engines} x --vllm.tensor_parallel_size {config.vllm.tensor_parallel_size} is not "
+            f"--actor.num_nodes {actor.num_nodes} x --actor.num_gpus_per_node {actor.num_gpus_per_node}; make "
+            "them equal."
+        )
+
+
+def _same_size(flag: str, name: str, group: PlacementConfig, other_name: str, other: PlacementConfig) -> None:
+    if (group.num_nodes, group.num_gpus_per_node) != (other.num_nodes, other.num_gpus_per_node):
+        raise ConfigError(
+            f"{flag} needs groups of one size, but {name} has {group.num_nodes} x {group.num_gpus_per_node} and "
+            f"{other_name} {other.num_nodes} x {other.num_gpus_per_node}; set --{other_name}.num_nodes and "
+            f"--{other_name}.num_gpus_per_node to {name}'s."
+        )

