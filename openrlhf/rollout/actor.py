@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from openrlhf.agents.reward import RewardFile
+from openrlhf.agents.reward import PythonRewardSource
 from openrlhf.agents.runner import run_sample
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.data.prompts import PromptRecord
-from openrlhf.data.trajectory import Trajectory
+from openrlhf.data.templates import encode
+from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.models.loading import load_tokenizer
-
-if TYPE_CHECKING:
-    from openrlhf.rollout.vllm_engine import EngineSpec
+from openrlhf.rollout.engine_spec import EngineSpec
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,14 @@ class GroupRequest:
     Attributes:
         group_id: of all its samples.
         num_samples: drawn from the prompt.
+        probe: sampled from the engine alone, without agent and reward, to compare log-probs with the trainer's.
     """
 
     group_id: int
     prompt: PromptRecord
     num_samples: int
     sampling: Sampling
+    probe: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class RolloutActor:
         self._tokenizer = load_tokenizer(
             spec.tokenizer, use_fast=spec.use_fast_tokenizer, trust_remote_code=spec.trust_remote_code
         )
-        self._reward = RewardFile(
+        self._reward = PythonRewardSource(
             spec.reward_file,
             timeout=spec.reward_timeout,
             max_retries=spec.reward_retries,
@@ -112,27 +113,46 @@ class RolloutActor:
         Raises:
             Whatever the engine raises: a broken engine ends the run, it is no bad sample.
         """
-        samples = [self._sample(request, sample_id) for sample_id in range(request.num_samples)]
+        sample = self._probe if request.probe else self._sample
+        samples = [sample(request, sample_id) for sample_id in range(request.num_samples)]
         trajectories = await asyncio.gather(*samples)
         await self._engine.check_health()
         return list(trajectories)
 
-    async def _sample(self, request: GroupRequest, sample_id: int) -> Trajectory:
+    def _sampling_params(self, sampling: Sampling, sample_id: int) -> Any:
         from openrlhf.rollout.vllm_engine import make_sampling_params
 
-        sampling = request.sampling
+        return make_sampling_params(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=None if sampling.seed is None else sampling.seed + sample_id,
+            logprobs=sampling.logprobs,
+        )
+
+    async def _probe(self, request: GroupRequest, sample_id: int) -> Trajectory:
+        room = self._engine_spec.max_model_len - (request.sampling.max_new_tokens or 1)
+        prompt = encode(self._tokenizer, request.prompt.prompt, templated=request.prompt.templated)[-room:]
+        output = await self._engine.generate(prompt, self._sampling_params(request.sampling, sample_id))
+        sampled = output.outputs[0]
+        ids = list(sampled.token_ids)
+        segment = Segment(
+            tokens=prompt + ids,
+            action_ranges=[(len(prompt), len(prompt) + len(ids))],
+            logprobs=[0.0] * len(prompt)
+            + [entry[token].logprob for entry, token in zip(sampled.logprobs, ids, strict=True)],
+            weight_versions=[self._engine.weight_version],
+            stop_reason=sampled.finish_reason,
+        )
+        return Trajectory(request.group_id, sample_id, request.prompt.prompt, request.prompt.label, [segment])
+
+    async def _sample(self, request: GroupRequest, sample_id: int) -> Trajectory:
         trajectory = await run_sample(
             self._executor,
             request.prompt,
             group_id=request.group_id,
             sample_id=sample_id,
-            sampling_params=make_sampling_params(
-                max_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=None if sampling.seed is None else sampling.seed + sample_id,
-                logprobs=sampling.logprobs,
-            ),
+            sampling_params=self._sampling_params(request.sampling, sample_id),
             max_length=self._engine_spec.max_model_len,
             tokenizer=self._tokenizer,
             engine=self._engine,

@@ -73,10 +73,9 @@ def buckets(
     """
     group: dict[str, torch.Tensor] = {}
     size = 0
-    for name, tensor in parameters:
-        tensor = tensor.detach()
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
+    for name, parameter in parameters:
+        # A copy, since a gathered tensor is good only until the next one is asked for.
+        tensor = parameter.detach().to(dtype if parameter.is_floating_point() else parameter.dtype, copy=True)
         nbytes = tensor.numel() * tensor.element_size()
         if group and size + nbytes > max_bytes:
             yield group
@@ -95,8 +94,7 @@ def write_bucket(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> 
 
     path = folder / f"bucket-{index}.safetensors"
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
-    # Tied or sliced tensors may share memory, which the format refuses: each gets memory of its own.
-    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
     return Bucket(str(path), sums, sum(t.numel() * t.element_size() for t in tensors.values()))
 
 

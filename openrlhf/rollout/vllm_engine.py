@@ -9,7 +9,7 @@ import itertools
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.rollout.transfer import Receipt, TransferError
 
 SHM_BACKEND = "openrlhf_shm"
@@ -171,33 +172,6 @@ class WorkerExtension:
         """Ties this worker's life to the process that started it. Returns: its process id."""
         _end_with_parent()
         return os.getpid()
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What one engine is started with.
-
-    Attributes:
-        model: HF folder or hub name.
-        dtype: "float32", "bfloat16" or "float16"; the trainer's, so that log-probs are comparable.
-        max_model_len: tokens of prompt and response together.
-        max_num_seqs: sequences generated side by side.
-        kv_cache_bytes: memory of the KV cache on a CPU; None on a GPU, where ``gpu_memory_utilization`` decides.
-        extra: further engine arguments, as vLLM names them; they win.
-    """
-
-    model: str
-    dtype: str
-    max_model_len: int
-    seed: int
-    max_num_seqs: int
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = False
-    gpu_memory_utilization: float = 0.9
-    kv_cache_bytes: int | None = None
-    trust_remote_code: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class VllmEngine:
