@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.agents.reward import PythonRewardSource
@@ -147,7 +147,7 @@ class RolloutActor:
         return Trajectory(request.group_id, sample_id, request.prompt.prompt, request.prompt.label, [segment])
 
     async def _sample(self, request: GroupRequest, sample_id: int) -> Trajectory:
-        trajectory = await run_sample(
+        return await run_sample(
             self._executor,
             request.prompt,
             group_id=request.group_id,
@@ -158,9 +158,6 @@ class RolloutActor:
             engine=self._engine,
             timeout=self._agent_spec.sample_timeout,
         )
-        version = self._engine.weight_version
-        segments = [replace(part, weight_versions=[version] * len(part.action_ranges)) for part in trajectory.segments]
-        return replace(trajectory, segments=segments)
 
     async def begin_update(self) -> None:
         """Opens a weight update."""

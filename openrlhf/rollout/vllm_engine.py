@@ -193,6 +193,7 @@ class VllmEngine:
             "worker_extension_cls": _WORKER_EXTENSION,
             "weight_transfer_config": WeightTransferConfig(backend=SHM_BACKEND),
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes

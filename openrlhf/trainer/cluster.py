@@ -18,9 +18,10 @@ from openrlhf.utils.supervise import RunError
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CONFIGURE_LOGGING": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
     "PYTHONUNBUFFERED": "1",
 }
 """What workers get where the user has set nothing."""
@@ -48,6 +49,8 @@ def start_ray(*, logical_cpus: int, env: Mapping[str, str]) -> bool:
     if ray.is_initialized():
         return False
     runtime_env = {"env_vars": dict(env)}
+    # Ray would hide the GPUs from workers that ask for none, and says in a warning that it will stop doing so.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=runtime_env, logging_level="ERROR")
         return True

@@ -163,12 +163,12 @@ class WorkerGroup:
     """All ranks of one model."""
 
     def __init__(self, role: str, places: Sequence[Place], supervisor: Supervisor, *, on_gpu: bool) -> None:
-        actor = ray.remote(TrainWorker)
+        actor = ray.remote(concurrency_groups={"watch": 1})(TrainWorker)
         size = len(places)
         self.role = role
         self.supervisor = supervisor
         self.workers = [
-            actor.options(**place.options(on_gpu), concurrency_groups={"watch": 1}, max_restarts=0).remote(rank, size)
+            actor.options(**place.options(on_gpu), max_restarts=0).remote(rank, size)
             for rank, place in enumerate(places)
         ]
         self.names = [f"{role} worker {rank}" for rank in range(size)]
