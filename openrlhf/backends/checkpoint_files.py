@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from openrlhf.backends.checkpoints import COMPLETE
 from openrlhf.backends.distributed import raise_if_any
 
 TAG = "state"
-# Written last: a folder without it is what an interrupted run left behind.
-COMPLETE = "complete"
 
 
 def _random_state() -> dict[str, Any]:
@@ -44,12 +45,30 @@ class _RecordingSaver:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def save(self, state: Any, path: str) -> None:
+    def attempt(self, write: Callable[..., None], *args: Any) -> None:
+        """Writes, unless something failed before."""
         if self.error is None:
             try:
-                self.inner.save(state, path)
+                write(*args)
             except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
                 self.error = error
+
+    def save(self, state: Any, path: str) -> None:
+        """Called by DeepSpeed for every file."""
+        self.attempt(self.inner.save, state, path)
+
+
+@contextmanager
+def _recorded(engine: Any) -> Iterator[_RecordingSaver]:
+    """While it lasts, nothing that DeepSpeed writes can raise."""
+    saver, copy_scripts = _RecordingSaver(engine.checkpoint_engine), engine._copy_recovery_script
+    engine.checkpoint_engine = saver
+    engine._copy_recovery_script = lambda folder: saver.attempt(copy_scripts, folder)
+    try:
+        yield saver
+    finally:
+        engine.checkpoint_engine = saver.inner
+        del engine._copy_recovery_script
 
 
 def _rng_file(folder: Path, rank: int) -> Path:
@@ -67,17 +86,13 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> Non
     if dist.get_rank() == 0:
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            (partial / TAG).mkdir(parents=True)
         except OSError as error:
             problem = error
     raise_if_any(f"writing the checkpoint {folder}", problem)
-    saver = _RecordingSaver(engine.checkpoint_engine)
-    engine.checkpoint_engine = saver
-    try:
+    with _recorded(engine) as saver:
         engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
-    finally:
-        engine.checkpoint_engine = saver.inner
-    saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
+        saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
     _finish(partial, folder, saver.error)
 
 

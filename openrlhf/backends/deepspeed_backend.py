@@ -15,6 +15,7 @@ from openrlhf.backends.base import StepResult
 from openrlhf.backends.checkpoint_files import load_training_state, save_training_state
 from openrlhf.backends.distributed import shutdown_distributed
 from openrlhf.backends.ds_config import effective_stage, inference_config, training_config
+from openrlhf.backends.movement import fingerprints
 from openrlhf.backends.optimizer import build_adamw, build_scheduler
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
@@ -41,12 +42,21 @@ class DeepSpeedBackend:
     """
 
     def __init__(
-        self, model: Any, *, device: torch.device, packing_samples: bool, stage: int, fp16: bool = False
+        self,
+        model: Any,
+        *,
+        device: torch.device,
+        packing_samples: bool,
+        stage: int,
+        trainable: bool,
+        fp16: bool = False,
     ) -> None:
         """Takes over what the two constructors below prepared.
 
         Args:
             model: a DeepSpeed engine, or a plain model (inference on stages 0 to 2).
+            stage: of ZeRO, as it really runs.
+            fp16: steps may be skipped because the loss scale was too high.
         """
         self.model = model
         self.module: Any = unwrap(model)
@@ -54,11 +64,13 @@ class DeepSpeedBackend:
         self.stage = stage
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self._trainable = trainable
         self._fp16 = fp16
         self._engine = None if model is self.module else model
         # fp32 without ZeRO: the one case in which DeepSpeed neither clips nor tells the norm.
         self._plain_norm: float | None = None
         self.plan = plan_forward(model, packing_samples=packing_samples, device=device)
+        self._start = fingerprints(self.module, device) if trainable else {}
 
     @classmethod
     def for_training(
@@ -91,6 +103,7 @@ class DeepSpeedBackend:
             model_path,
             dtype=DTYPES[ds.param_dtype],
             attn_implementation=ds.attn_implementation,
+            experts_implementation=ds.experts_implementation,
             device=where,
             trust_remote_code=trust_remote_code,
             gradient_checkpointing=gradient_checkpointing,
@@ -107,7 +120,12 @@ class DeepSpeedBackend:
         )
         engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, lr_scheduler=scheduler, config=config)
         backend = cls(
-            engine, device=where, packing_samples=ds.packing_samples, stage=stage, fp16=ds.param_dtype == "fp16"
+            engine,
+            device=where,
+            packing_samples=ds.packing_samples,
+            stage=stage,
+            trainable=True,
+            fp16=ds.param_dtype == "fp16",
         )
         if stage == 0:
             adamw.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
@@ -125,6 +143,7 @@ class DeepSpeedBackend:
             model_path,
             dtype=DTYPES[ds.param_dtype],
             attn_implementation=ds.attn_implementation,
+            experts_implementation=ds.experts_implementation,
             device=where,
             trust_remote_code=trust_remote_code,
             zero3=config,
@@ -135,7 +154,7 @@ class DeepSpeedBackend:
 
             model, *_ = deepspeed.initialize(model=model, config=config)
         model.eval()
-        return cls(model, device=where, packing_samples=ds.packing_samples, stage=ds.zero_stage)
+        return cls(model, device=where, packing_samples=ds.packing_samples, stage=ds.zero_stage, trainable=False)
 
     def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Scores one micro-batch; keeps a gradient where gradients are enabled.
@@ -191,10 +210,18 @@ class DeepSpeedBackend:
         dist.all_reduce(tensor, ops[op])
         return tensor.item()
 
-    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields: HF names with whole tensors; a tensor is good until the next is asked for.
+    def unmoved_parameters(self) -> list[str]:
+        """Names of trainable parameters that stand where they stood when the model was loaded (or a checkpoint was).
 
-        Tied weights come once. Every rank must consume it fully and in order.
+        To be asked after a step whose learning rate was above 0. Experts that no token was routed to are named too.
+        """
+        now = fingerprints(self.module, self.device)
+        return [name for name, sums in now.items() if sums == self._start[name]]
+
+    def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields: HF names with whole tensors, tied weights once; they are live or gathered, so hold few at a time.
+
+        Every rank must consume it fully and in order.
         """
         return full_parameters(self.module, sharded=self.stage == 3)
 
@@ -207,7 +234,10 @@ class DeepSpeedBackend:
         write_hf_folder(self.module, Path(folder), sharded=self.stage == 3)
 
     def save_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
-        """Writes all that training needs to go on bit for bit: weights, optimizer, scheduler, RNG of all ranks, ``state``.
+        """Writes all that training needs to go on bit for bit: weights, optimizer, schedule, RNG of all ranks.
+
+        Args:
+            state: what else the caller needs; anything that pickles.
 
         Raises:
             RankError: it could not be written, on all ranks; ``folder`` is then as it was.
@@ -220,7 +250,9 @@ class DeepSpeedBackend:
         Raises:
             RankError: the folder is missing, incomplete or of another number of ranks.
         """
-        return load_training_state(self._engine, Path(folder))
+        state = load_training_state(self._engine, Path(folder))
+        self._start = fingerprints(self.module, self.device)
+        return state
 
     def offload(self) -> None:
         """Moves weights and optimizer to host memory; nothing to do on a CPU."""
@@ -228,7 +260,7 @@ class DeepSpeedBackend:
             return
         if self._engine is None:
             self.module.to("cpu")
-        elif self._engine.optimizer is not None and self.stage > 0:
+        elif self._trainable and self.stage > 0:
             self._engine.offload_states()
         torch.cuda.empty_cache()
 
@@ -238,7 +270,7 @@ class DeepSpeedBackend:
             return
         if self._engine is None:
             self.module.to(self.device)
-        elif self._engine.optimizer is not None and self.stage > 0:
+        elif self._trainable and self.stage > 0:
             self._engine.reload_states()
 
     def close(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 
@@ -14,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns: a TCP port of this machine that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -33,7 +32,7 @@ def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
     """
     if "WORLD_SIZE" not in os.environ:
         single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(single, MASTER_PORT=str(_free_port()))
+        os.environ.update(single, MASTER_PORT=str(free_port()))
     # DeepSpeed otherwise asks which accelerators it could build for, and may take another than we do.
     os.environ.setdefault("DS_ACCELERATOR", device)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -62,23 +61,6 @@ def shutdown_distributed() -> None:
 
 class RankError(RuntimeError):
     """What went wrong on one rank, raised on all of them."""
-
-
-@contextmanager
-def failing_together(what: str, error_types: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Makes an error of one rank an error of all, so that none waits for a rank that has given up.
-
-    The body must not hold a collective that a failing rank would leave out.
-
-    Raises:
-        RankError: one sentence naming what could not be done, where and why.
-    """
-    error = None
-    try:
-        yield
-    except error_types as problem:
-        error = problem
-    raise_if_any(what, error)
 
 
 def raise_if_any(what: str, error: BaseException | None) -> None:

@@ -48,9 +48,10 @@ def _gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
 def full_parameters(
     module: Any, *, sharded: bool, bucket_bytes: int = GATHER_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields: the names and layouts of a saved HF model, with whole tensors that are good until the next is asked for.
+    """Yields: the names and layouts of a saved HF model, with whole tensors.
 
-    A weight that two modules share comes once, under its first name. Collective where ``sharded``.
+    A weight that two modules share comes once, under its first name. The tensors are the live weights, or gathered ones
+    that stay whole for as long as the caller holds them: hold few. Collective where ``sharded``.
     """
     for bucket in _buckets(list(module.named_parameters()), bucket_bytes):
         with _gathered([parameter for _, parameter in bucket], sharded):

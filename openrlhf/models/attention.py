@@ -40,7 +40,7 @@ def _causal(
 def _as_one_padded_call(
     states: list[torch.Tensor], lengths: list[int], window: int | None, **kwargs: Any
 ) -> torch.Tensor:
-    """Rows [1, heads, T, d] -> [N, heads, longest, d] and back; padding stands at the end, where nothing looks at it."""
+    """Rows [1, heads, T, d] -> [N, heads, longest, d] and back; padding stands at the end, unseen by all before."""
     device = states[0].device
     sizes = torch.tensor(lengths, device=device)
     starts = sizes.cumsum(0) - sizes

@@ -56,6 +56,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
+    experts_implementation: str | None = None,
     zero3: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model, dropout off.
@@ -63,6 +64,7 @@ def load_causal_lm(
     Args:
         path: folder or hub name.
         attn_implementation: ``--ds.attn_implementation``; "auto" takes the best that is installed.
+        experts_implementation: ``--ds.experts_implementation``; None leaves it to transformers.
         zero3: the DeepSpeed config where parameters are to be sharded at birth; they then stand on the device that
             DeepSpeed chose.
 
@@ -81,6 +83,7 @@ def load_causal_lm(
             dtype=dtype,
             attn_implementation=implementation,
             trust_remote_code=trust_remote_code,
+            **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
         )
     _without_dropout(model)
     if gradient_checkpointing:

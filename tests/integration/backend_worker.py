@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from openrlhf.backends.distributed import _free_port
+from openrlhf.backends.distributed import free_port
 from openrlhf.config import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 
@@ -30,7 +30,7 @@ OPTIMIZER = OptimizerConfig(
 
 def run_ranks(worker: Callable[..., None], ranks: int, *args: Any, seconds: float = 240) -> None:
     """Runs ``worker(*args)`` in as many processes as ranks, joined over gloo; the first traceback is raised."""
-    environment = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     context = mp.get_context("spawn")
     errors = context.SimpleQueue()
     processes = [
