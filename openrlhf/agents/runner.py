@@ -1,0 +1,227 @@
+"""Runs one sample of an agent, and turns what it returns into a trajectory: a failed sample is data, not a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+import operator
+import re
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, TemplatedText
+from openrlhf.data.trajectory import Segment, Trajectory
+
+if TYPE_CHECKING:
+    from openrlhf.data.prompts import PromptRecord
+
+logger = logging.getLogger(__name__)
+
+# A cancelled sample gets this long to end by itself; after that it is left behind.
+CANCEL_GRACE_S = 5.0
+# Distinct failures that are logged in full by this process; all are counted in the metrics.
+MAX_REPORTS = 50
+_reported: set[str] = set()
+
+
+async def run_sample(
+    executor: AgentExecutorBase,
+    prompt: PromptRecord,
+    *,
+    group_id: int,
+    sample_id: int,
+    sampling_params: Any,
+    max_length: int,
+    tokenizer: Any,
+    engine: Engine,
+    timeout: float,
+) -> Trajectory:
+    """Executes one sample.
+
+    Args:
+        sampling_params: vLLM's; the executor gets a copy.
+        max_length: tokens of prompt and response together.
+        timeout: seconds that the whole sample may take.
+
+    Returns: a trajectory; where anything went wrong its ``reward`` is None and ``failure`` says why.
+
+    Raises: what ``engine.check_health`` raises, where a sample failed because the engine can serve no more.
+    """
+    trajectory = Trajectory(
+        group_id=group_id,
+        sample_id=sample_id,
+        prompt=prompt.prompt,
+        label=prompt.label,
+        segments=[],
+        images=prompt.images,
+        datasource=prompt.datasource,
+    )
+    version = engine.weight_version
+    try:
+        call = executor.execute(
+            prompt=TemplatedText(prompt.prompt) if prompt.templated else prompt.prompt,
+            label=prompt.label,
+            sampling_params=copy.deepcopy(sampling_params),
+            max_length=max_length,
+            hf_tokenizer=tokenizer,
+            llm_engine=engine,
+            images=prompt.images,
+        )
+        fill_trajectory(trajectory, await _within(call, timeout), version)
+    except Exception as error:
+        await engine.check_health()
+        trajectory.segments = []
+        trajectory.reward, trajectory.score = None, None
+        trajectory.failure = _describe(error)
+        _report(trajectory.failure, error)
+    else:
+        if trajectory.failure is not None:
+            _report(trajectory.failure)
+    return trajectory
+
+
+def fill_trajectory(trajectory: Trajectory, returned: Any, weight_version: int) -> None:
+    """Checks the dict of ``AgentExecutorBase.execute`` and writes it into ``trajectory``.
+
+    Args:
+        weight_version: version of the weights when the sample began.
+
+    Raises: AgentError, naming the key, what was found and what is expected.
+    """
+    if not isinstance(returned, dict):
+        raise AgentError(f"execute() returned {type(returned).__name__}, not a dict")
+    truncated = bool(returned.get("truncated", False))
+    records = returned.get("segments")
+    if records is None:
+        records = [returned]
+    if not isinstance(records, list | tuple) or not records:
+        raise AgentError(f"'segments' is {records!r:.60}, not a list of token records")
+    segments = [_segment(record, truncated, weight_version) for record in records]
+    if not any(segment.num_actions for segment in segments):
+        raise AgentError("'action_ranges' holds no token that the policy sampled")
+    reward, score = (_optional_number(key, returned.get(key)) for key in ("reward", "scores"))
+    trajectory.extra_logs = _logs(returned.get("extra_logs"))
+    trajectory.prompt_tokens_cut = _integer("prompt_tokens_cut", returned.get("prompt_tokens_cut", 0))
+    trajectory.segments = segments
+    trajectory.truncated = truncated
+    trajectory.reward = reward
+    if reward is None:
+        trajectory.failure = str(returned.get("failure") or "the agent returned no reward")
+    else:
+        # Only a missing score falls back to the reward: 0.0 is a score.
+        trajectory.score = reward if score is None else score
+
+
+def _segment(record: Any, truncated: bool, weight_version: int) -> Segment:
+    if not isinstance(record, dict) or "observation_tokens" not in record or "action_ranges" not in record:
+        raise AgentError("a token record needs 'observation_tokens' and 'action_ranges'")
+    tokens = [_integer("observation_tokens", token) for token in _listed(record, "observation_tokens")]
+    if tokens and min(tokens) < 0:
+        raise AgentError(f"'observation_tokens' holds {min(tokens)}, which is no token id")
+    ranges = []
+    for pair in _listed(record, "action_ranges"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise AgentError(f"'action_ranges' holds {pair!r:.60}, not (start, end)")
+        ranges.append((_integer("action_ranges", pair[0]), _integer("action_ranges", pair[1])))
+    try:
+        segment = Segment(
+            tokens=tokens,
+            action_ranges=ranges,
+            weight_versions=[weight_version] * len(ranges),
+            stop_reason="length" if truncated else "stop",
+        )
+    except ValueError as error:
+        raise AgentError(f"'action_ranges': {error}") from error
+    if record.get("rollout_log_probs") is not None:
+        segment.logprobs = _logprobs(_listed(record, "rollout_log_probs"), segment)
+    return segment
+
+
+def _logprobs(values: list[Any], segment: Segment) -> list[float]:
+    """Log-probs at the sampled tokens, 0.0 elsewhere."""
+    if len(values) != len(segment.tokens):
+        raise AgentError(
+            f"'rollout_log_probs' has {len(values)} entries, 'observation_tokens' {len(segment.tokens)}: "
+            "one for each token, 0.0 outside the action ranges"
+        )
+    result = [0.0] * len(values)
+    for start, end in segment.action_ranges:
+        result[start:end] = [_number("rollout_log_probs", value) for value in values[start:end]]
+    return result
+
+
+def _logs(logs: Any) -> dict[str, float]:
+    if logs is None:
+        return {}
+    if not isinstance(logs, dict):
+        raise AgentError(f"'extra_logs' is {type(logs).__name__}, not a dict of numbers")
+    return {str(key): _number(f"extra_logs[{key!r}]", value, finite=False) for key, value in logs.items()}
+
+
+def _listed(record: dict[str, Any], key: str) -> list[Any]:
+    value = record[key]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, list | tuple):
+        raise AgentError(f"'{key}' is {type(value).__name__}, not a list")
+    return list(value)
+
+
+def _integer(key: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise AgentError(f"'{key}' holds {value!r:.60}, not an integer") from error
+
+
+def _optional_number(key: str, value: Any) -> float | None:
+    return None if value is None else _number(key, value)
+
+
+def _number(key: str, value: Any, *, finite: bool = True) -> float:
+    """A float from a number, or from a tensor or array with one element."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise AgentError(f"'{key}' holds {value!r:.60}, not a number") from error
+    if finite and not math.isfinite(number):
+        raise AgentError(f"'{key}' holds {number}, not a finite number")
+    return number
+
+
+async def _within(call: Any, timeout: float) -> Any:
+    """Awaits ``call``, which is cancelled after ``timeout`` seconds, and left behind if it does not end then."""
+    task = asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout)
+        if done:
+            return task.result()
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    task.cancel()
+    await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    # Read, so that nothing complains of an error that nobody looked at.
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    raise AgentError(f"the sample took longer than {timeout:g} s")
+
+
+def _describe(error: Exception) -> str:
+    """One line; for errors of the executor's own code with the place they came from."""
+    if isinstance(error, AgentError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno} in {frame.name})"
+
+
+def _report(failure: str, error: Exception | None = None) -> None:
+    """Logs a failure once: a fault in an agent meets every sample."""
+    key = re.sub(r"\d+", "#", failure)
+    if key in _reported or len(_reported) >= MAX_REPORTS:
+        return
+    _reported.add(key)
+    unexpected = error is not None and not isinstance(error, AgentError)
+    logger.warning("A sample has no reward: %s", failure, exc_info=error if unexpected else None)

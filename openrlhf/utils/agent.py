@@ -1,0 +1,6 @@
+"""The classes that users' agent files import."""
+
+from openrlhf.agents.base import AgentExecutorBase
+from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+
+__all__ = ["AgentExecutorBase", "SingleTurnAgentExecutor"]
