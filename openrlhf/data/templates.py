@@ -96,8 +96,10 @@ def encode(tokenizer: Any, text: str, *, templated: bool) -> list[int]:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos is not None and ids[:2] == [bos, bos]:
         del ids[0]
-    if eos is not None and eos != bos and len(ids) > 1 and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
-        del ids[-1]
+    if eos is not None and eos != bos and ids[-1:] == [eos]:
+        written = text.endswith(tokenizer.eos_token)
+        if not written or ids[-2:] == [eos, eos]:
+            del ids[-1]
     return ids
 
 

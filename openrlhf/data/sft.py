@@ -1,0 +1,271 @@
+"""Rows of supervised fine-tuning: tokens, and which of them are trained."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from openrlhf.config.errors import ConfigError
+from openrlhf.data.errors import DataError
+from openrlhf.data.rows import Rows, required_field, row_error
+from openrlhf.data.spans import encode_marked, mark_assistant, turn_end
+from openrlhf.data.tables import Row
+from openrlhf.data.templates import (
+    already_templated,
+    as_messages,
+    check_input_template,
+    encode,
+    render_messages,
+    render_prompt,
+    require_chat_template,
+)
+
+
+@dataclass(frozen=True)
+class SFTRecord:
+    """One row.
+
+    Attributes:
+        tokens: ids.
+        loss_mask: bool [len(tokens)], aligned to the tokens: True where the token is a target. False at the first.
+    """
+
+    tokens: list[int]
+    loss_mask: torch.BoolTensor
+
+
+@dataclass(frozen=True)
+class SFTFormat:
+    """How a row becomes text; each field is the flag of its name.
+
+    Attributes:
+        input_key: column of the prompt, or of the whole conversation.
+        output_key: column of the response; None where the conversation holds it.
+        input_template: text with one slot for prompts that are not rendered by a chat template.
+        apply_chat_template: render with the tokenizer's chat template.
+        multiturn: train on every assistant turn, not on the response alone.
+        pretrain_mode: the input column is plain text (or a conversation), all of which is trained.
+    """
+
+    input_key: str = "input"
+    output_key: str | None = None
+    input_template: str | None = None
+    apply_chat_template: bool = False
+    multiturn: bool = False
+    pretrain_mode: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises: ConfigError for a combination that means nothing."""
+        check_input_template(self.input_template)
+        if self.multiturn and not self.apply_chat_template:
+            raise ConfigError(
+                "--data.multiturn trains on the assistant turns of conversations, which only a chat template renders: "
+                "add --data.apply_chat_template"
+            )
+        if not self.apply_chat_template and self.output_key is None and not self.pretrain_mode:
+            raise ConfigError(
+                "nothing says what the response is: give --data.output_key its column, or --data.apply_chat_template "
+                "for conversations, or --model.pretrain_mode_enable to train on the whole text"
+            )
+
+
+def encode_sft_row(tokenizer: Any, row: Row, form: SFTFormat) -> tuple[list[int], list[bool]]:
+    """Tokenises one row without a limit on its length.
+
+    Returns: ids and the mask of trained tokens, with nothing untrained after the last of them.
+
+    Raises: DataError that names the row.
+    """
+    value = required_field(row, form.input_key, "--data.input_key")
+    response = None
+    if form.output_key is not None:
+        response = required_field(row, form.output_key, "--data.output_key")
+        if response is None:
+            raise row_error(row, f"column {form.output_key!r}: expected a response, found null")
+    try:
+        if form.pretrain_mode:
+            ids, mask = _encode_whole(tokenizer, value, response, form)
+        elif form.apply_chat_template:
+            ids, mask = _encode_chat(tokenizer, value, response, form)
+        else:
+            ids, mask = _encode_text(tokenizer, value, response, form)
+    except DataError:
+        raise
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise row_error(row, str(error)) from error
+    mask[0] = False
+    return ids, mask
+
+
+def _encode_text(tokenizer: Any, prompt: Any, response: Any, form: SFTFormat) -> tuple[list[int], list[bool]]:
+    """Prompt in its template, then the response and EOS."""
+    rendered = render_prompt(
+        tokenizer, prompt, apply_chat_template=form.apply_chat_template, input_template=form.input_template
+    )
+    end = turn_end(tokenizer) if form.apply_chat_template else ""
+    return _encode_response(tokenizer, rendered.text, rendered.templated, _text(response, form.output_key), end)
+
+
+def _encode_response(
+    tokenizer: Any, prompt: str, templated: bool, response: str, end: str
+) -> tuple[list[int], list[bool]]:
+    """Tokens of ``prompt`` as they are at inference, then those of the response, closed by ``end`` or else EOS."""
+    closing = end or tokenizer.eos_token or ""
+    bare = response.rstrip()
+    if any(token and bare.endswith(token) for token in (end, tokenizer.eos_token)):
+        response, closing = bare, ""
+    prompt_ids = encode(tokenizer, prompt, templated=templated)
+    ids = encode(tokenizer, prompt + response, templated=templated) if response else list(prompt_ids)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        # The border falls inside a token. At inference the prompt stands alone, so it does here.
+        ids = prompt_ids + encode(tokenizer, response, templated=True)
+    ids += encode(tokenizer, closing, templated=True) if closing else []
+    return ids, [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
+
+
+def _encode_chat(tokenizer: Any, value: Any, response: Any, form: SFTFormat) -> tuple[list[int], list[bool]]:
+    """A conversation, of which every assistant turn is trained (multi-turn), or the response alone."""
+    if isinstance(value, str) and response is not None and already_templated(tokenizer, value) is not None:
+        return _encode_text(tokenizer, value, response, form)
+    messages = as_messages(value, role="user")
+    first = len(messages) - 1
+    if response is not None:
+        first = len(messages)
+        messages += as_messages(_without_end(response, turn_end(tokenizer)), role="assistant")
+    elif messages[-1]["role"] != "assistant" and not form.multiturn:
+        raise ValueError(
+            "the last message is not the assistant's, so that there is no response; --data.output_key names the "
+            "column of the response where it stands apart, --data.multiturn trains on earlier turns"
+        )
+    marked = mark_assistant(tokenizer, messages, first=0 if form.multiturn else first)
+    ids, mask = encode_marked(tokenizer, marked.text, marked.spans)
+    if True not in mask:
+        raise ValueError("the chat template renders nothing of the assistant's messages")
+    end = len(mask) - mask[::-1].index(True)
+    ids, mask = ids[:end], mask[:end]
+    if not marked.closed:
+        _append_eos(tokenizer, ids, mask)
+    return ids, mask
+
+
+def _encode_whole(tokenizer: Any, value: Any, response: Any, form: SFTFormat) -> tuple[list[int], list[bool]]:
+    """Plain text (or a whole conversation) with EOS, all of it trained."""
+    if form.apply_chat_template and not isinstance(value, str):
+        messages = as_messages(value, role="user")
+        messages += as_messages(response, role="assistant") if response is not None else []
+        ids = encode(tokenizer, render_messages(tokenizer, messages), templated=True)
+        marker = None
+    else:
+        text = _text(value, form.input_key) + ("" if response is None else _text(response, form.output_key))
+        if not text.strip():
+            raise ValueError("the text is empty")
+        ids = encode(tokenizer, text, templated=False)
+        marker = tokenizer.eos_token_id
+    mask = [True] * len(ids)
+    if marker is not None:
+        _append_eos(tokenizer, ids, mask)
+    return ids, mask
+
+
+def _append_eos(tokenizer: Any, ids: list[int], mask: list[bool]) -> None:
+    """Ends a row with EOS, as one more token, unless it has it."""
+    if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
+        mask.append(True)
+
+
+def _without_end(response: Any, end: str) -> Any:
+    """Returns: the response without the token that the template is about to write behind it."""
+    if isinstance(response, str) and end and response.rstrip().endswith(end):
+        return response.rstrip().removesuffix(end)
+    return response
+
+
+def _text(value: Any, key: str | None) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"column {key!r}: expected text, found {type(value).__name__}")
+    return value
+
+
+class SFTDataset:
+    """Rows tokenised once, at the start, and kept as flat arrays (5 bytes a token).
+
+    Attributes:
+        truncated: rows that were cut at ``max_len``.
+        dropped: rows of which nothing trained was left after that; they are not in the data set.
+    """
+
+    def __init__(self, rows: Rows, tokenizer: Any, form: SFTFormat, *, max_len: int, progress: bool = False) -> None:
+        """Tokenises all rows.
+
+        Args:
+            rows: what ``sources.load_dataset_mix`` returned.
+            max_len: tokens that a row may have; what goes beyond is cut off.
+            progress: show a progress bar.
+
+        Raises:
+            ConfigError: the settings cannot be used.
+            DataError: a row cannot be used (it names file, row number and columns), or no row is left.
+        """
+        if max_len < 2:
+            raise ConfigError(f"--data.max_len {max_len} leaves no room for a prompt and a response: give at least 2")
+        if form.apply_chat_template:
+            require_chat_template(tokenizer)
+        self.max_len = max_len
+        self.truncated = 0
+        self.dropped = 0
+        tokens, masks, ends = array("i"), bytearray(), array("q", [0])
+        for row in tqdm(rows, total=len(rows), desc="tokenising", disable=not progress, leave=False):
+            ids, mask = encode_sft_row(tokenizer, row, form)
+            self.truncated += len(ids) > max_len
+            ids, mask = ids[:max_len], mask[:max_len]
+            if True not in mask:
+                self.dropped += 1
+                continue
+            tokens.extend(ids)
+            masks.extend(mask)
+            ends.append(len(tokens))
+        self._tokens = np.frombuffer(tokens, dtype=np.int32) if len(tokens) else np.zeros(0, dtype=np.int32)
+        self._masks = np.frombuffer(masks, dtype=np.bool_) if len(masks) else np.zeros(0, dtype=np.bool_)
+        self._ends = np.asarray(ends, dtype=np.int64)
+        if not len(self):
+            raise DataError(
+                f"none of the {len(rows)} rows has a trained token within --data.max_len {max_len}: raise it",
+                source=rows.locate(0)[0],
+            )
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> SFTRecord:
+        """Raises: IndexError past the end."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        start, stop = self._ends[index], self._ends[index + 1]
+        mask = torch.from_numpy(self._masks[start:stop].copy())
+        return SFTRecord(self._tokens[start:stop].tolist(), mask)
+
+    def __iter__(self) -> Iterator[SFTRecord]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Returns: int64 [rows], tokens of each row."""
+        return np.diff(self._ends)
+
+    def summary(self) -> str:
+        """Returns: one line on rows, tokens, and what was cut."""
+        line = f"{len(self)} rows, {len(self._tokens)} tokens, {int(self._masks.sum())} of them trained"
+        if self.truncated:
+            line += f"; {self.truncated} rows were cut at --data.max_len {self.max_len}"
+        if self.dropped:
+            line += f", {self.dropped} of them left out because nothing of the response remained"
+        return line
