@@ -30,7 +30,7 @@ TILES = (
 )
 
 
-def write_report(output_dir: Path | str, title: str) -> tuple[Path, Path]:
+def write_report(output_dir: Path | str, title: str) -> Path:
     """Writes the report of a run beside its metrics.
 
     Metrics and rollouts that are absent leave their part of the page out; values that were no numbers leave a gap.
@@ -39,14 +39,14 @@ def write_report(output_dir: Path | str, title: str) -> tuple[Path, Path]:
         output_dir: folder with metrics.jsonl, and rollouts.jsonl and config.yaml where there are any.
         title: of the page and of the picture.
 
-    Returns: the paths of report.html and report.png.
+    Returns: the path of report.html; report.png stands beside it.
     """
     folder = Path(output_dir)
     run = load_run(folder)
-    page, picture = folder / HTML_FILE, folder / PNG_FILE
+    page = folder / HTML_FILE
     page.write_text(report_html(run, title), encoding="utf-8")
-    write_png(panels(run), title, picture)
-    return page, picture
+    write_png(panels(run), title, folder / PNG_FILE)
+    return page
 
 
 def report_html(run: Run, title: str) -> str:

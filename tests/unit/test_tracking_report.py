@@ -50,7 +50,8 @@ def write_rollouts(folder, steps):
 
 
 def html_of(folder, title="a run"):
-    page, picture = write_report(folder, title)
+    page = write_report(folder, title)
+    picture = folder / "report.png"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
     return page.read_text()
 
@@ -180,7 +181,7 @@ def chromium(folder, page, *options):
 def test_a_browser_runs_no_script_of_a_rollout_and_shows_numbers_on_hovering(tmp_path):
     write_metrics(tmp_path, rl_rows(40))
     write_rollouts(tmp_path, [1, 40])
-    page, _ = write_report(tmp_path, "a run")
+    page = write_report(tmp_path, "a run")
     hover = (
         "<script>const s = document.querySelector('svg[data-chart]'), b = s.getBoundingClientRect();"
         "s.dispatchEvent(new MouseEvent('mousemove', {clientX: b.right - 5, clientY: b.top + 40}))</script>"
@@ -201,7 +202,7 @@ def test_a_browser_draws_the_page_without_a_horizontal_scroll_bar(tmp_path, widt
 
     write_metrics(tmp_path, rl_rows(40))
     write_rollouts(tmp_path, [1, 40])
-    page, _ = write_report(tmp_path, "a run")
+    page = write_report(tmp_path, "a run")
     shot = tmp_path / "shot.png"
     chromium(tmp_path, page, f"--window-size={width},1000", f"--screenshot={shot}")
     with Image.open(shot) as image:
