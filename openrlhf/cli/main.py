@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     command = words[0].replace("-", "_")
     if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        begun = [name for name in COMMANDS if name.startswith(command)]
+        close = begun or difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}."
         print(f"openrlhf: unknown command {words[0]!r}; {hint}", file=sys.stderr)
         sys.exit(2)

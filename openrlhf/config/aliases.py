@@ -22,6 +22,13 @@ RENAMED: dict[str, str] = {
 PROMPT_MAX_LEN = "prompt_max_len"
 
 
+def is_group(name: str, flags: Mapping[str, Flag]) -> bool:
+    """Returns: whether ``name`` is the beginning of flags' names, other spellings included."""
+    if any(flag.startswith(f"{name}.") for flag in flags):
+        return True
+    return name == "actor" or (name.startswith("actor.") and is_group(name.removeprefix("actor."), flags))
+
+
 def canonical(name: str, flags: Mapping[str, Flag]) -> str | None:
     """Finds the flag that a name stands for.
 

@@ -45,8 +45,10 @@ def check_probabilities(dataset: str, probs: str | None, dataset_flag: str, prob
         raise ConfigError(
             f"{probs_flag} holds {len(numbers)} numbers for {len(names)} data sets in {dataset_flag}; give one each."
         )
-    if not all(0 <= number < float("inf") for number in numbers) or sum(numbers) <= 0:
-        raise ConfigError(f"{probs_flag} takes numbers of 0 or more that are not all 0, found {probs!r}.")
+    if not all(0 < number < float("inf") for number in numbers):
+        raise ConfigError(
+            f"{probs_flag} takes numbers above 0, found {probs!r}; leave out a data set that is not wanted."
+        )
 
 
 def check_template(data: CorpusConfig, default: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import glob
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -131,8 +132,28 @@ def check_paths(config: TrainingConfig) -> None:
         ):
             if path and path.endswith(".py") and not Path(path).is_file():
                 raise ConfigError(f"--{name} {path}: there is no such file (looked from {os.getcwd()}).")
+            if path and name == "reward.remote_url" and path.endswith(".py"):
+                check_reward_file(path)
     for name, folder in (("ckpt.output_dir", config.ckpt.output_dir), ("ckpt.path", config.ckpt.path)):
         check_writable(name, folder)
+
+
+def check_reward_file(path: str) -> None:
+    """Raises ConfigError where a Python file does not parse or does not bind reward_func. It is read, not run."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"), filename=path)
+    except (SyntaxError, ValueError, OSError) as error:
+        raise ConfigError(f"--reward.remote_url {path} is not a Python file that can be read: {error}.") from None
+    for node in ast.walk(tree):
+        names = {
+            ast.FunctionDef: lambda node: [node.name],
+            ast.AsyncFunctionDef: lambda node: [node.name],
+            ast.Name: lambda node: [node.id] if isinstance(node.ctx, ast.Store) else [],
+            ast.alias: lambda node: [node.asname or node.name],
+        }.get(type(node), lambda node: [])(node)
+        if "reward_func" in names or "*" in names:
+            return
+    raise ConfigError(f"--reward.remote_url {path} has no function reward_func(queries, prompts, labels).")
 
 
 def _is_local(path: str) -> bool:

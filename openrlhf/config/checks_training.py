@@ -10,7 +10,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.model import PlacementConfig
 from openrlhf.config.optimizer import OptimizerConfig
 
-# The names that transformers' get_scheduler knows and that need no further argument.
+# The names of transformers' get_scheduler, less those that need what no flag tells.
 SCHEDULERS = (
     "constant",
     "constant_with_warmup",
@@ -21,6 +21,7 @@ SCHEDULERS = (
     "cosine_warmup_with_min_lr",
     "polynomial",
     "inverse_sqrt",
+    "warmup_stable_decay",
 )
 RM_LOSSES = ("sigmoid", "logexp")
 

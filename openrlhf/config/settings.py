@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.aliases import PROMPT_MAX_LEN, canonical
+from openrlhf.config.aliases import PROMPT_MAX_LEN, canonical, is_group
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import Flag
 
@@ -157,11 +157,8 @@ def _yaml_items(tree: dict, prefix: str, file: str, flags: Mapping[str, Flag]):
     for key, value in tree.items():
         name = f"{prefix}{key}".replace("-", "_")
         origin = f"{file}: {name}"
-        inside = any(flag.startswith(f"{name}.") for flag in flags) or name == "actor"
-        if isinstance(value, dict) and inside and name not in flags:
-            yield from _yaml_items(value, f"{name}.", file, flags)
-            continue
-        if value is None and inside and name not in flags:
+        if name not in flags and is_group(name, flags) and isinstance(value, dict | None):
+            yield from _yaml_items(value or {}, f"{name}.", file, flags)
             continue
         flag, positive = lookup(name, flags, origin)
         if flag.name == "config":

@@ -1,0 +1,82 @@
+"""Command lines that pass every check, for tests to change one thing in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config import Config, check, check_device, parse
+from openrlhf.config.flags import Flag
+
+RL = {
+    "--actor.model_name_or_path": "./model",
+    "--actor.num_gpus_per_node": "1",
+    "--ref.num_gpus_per_node": "1",
+    "--reward.remote_url": "reward.py",
+    "--data.prompt_dataset": "prompts.jsonl",
+    "--algo.advantage.estimator": "reinforce",
+}
+SFT = {
+    "--model.model_name_or_path": "./model",
+    "--data.dataset": "rows.jsonl",
+    "--data.output_key": "output",
+}
+
+
+def make_files(folder: Path) -> None:
+    """Writes what the command lines name, as far as the checks look."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0]}\n")
+
+
+def words(base: dict[str, str], *extra: str) -> list[str]:
+    """Returns: ``base`` as words, then ``extra``."""
+    return [word for pair in base.items() for word in pair] + list(extra)
+
+
+def rl(*extra: str) -> Config:
+    """Returns: a checked train_ppo_ray config with further flags, of which the last of a name counts."""
+    return checked("train_ppo_ray", words(RL, *extra))
+
+
+def sft(*extra: str) -> Config:
+    """Returns: a checked train_sft config with further flags."""
+    return checked("train_sft", words(SFT, *extra))
+
+
+def checked(command: str, argv: list[str]) -> Config:
+    """Returns: the parsed config, if no check refuses it on a CPU."""
+    config = parse(command, argv, note=lambda text: None)
+    check(config)
+    check_device(config, "cpu")
+    return config
+
+
+def with_value(config: Any, flag: Flag, value: Any) -> Any:
+    """Returns: the config with one flag's value replaced, without the time that parsing takes."""
+
+    def replaced(node: Any, path: tuple[str, ...]) -> Any:
+        name, rest = path[0], path[1:]
+        return dataclasses.replace(node, **{name: replaced(getattr(node, name), rest) if rest else value})
+
+    return replaced(config, flag.path)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Sets environment variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,142 @@
+"""Commands answer at once, complain in one sentence, and call one function."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from openrlhf.cli import main
+from openrlhf.cli.common import prepare, run_command
+from tests.unit.config_args import RL, SFT, make_files, words
+
+HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy")
+COMMANDS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray", "lora_combiner", "serve_rm")
+
+REPORT = (
+    "import sys\n"
+    "from openrlhf.cli.main import main\n"
+    "try:\n"
+    "    main(sys.argv[1:])\n"
+    "finally:\n"
+    f"    print('LOADED', *[name for name in {HEAVY} if name in sys.modules])\n"
+)
+
+
+def run_python(*words: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_shown_without_loading_anything_heavy(command):
+    result = run_python("-c", REPORT, command, "--help")
+
+    assert result.returncode == 0
+    assert result.stdout.strip().splitlines()[-1] == "LOADED"
+    assert "--trust_remote_code" in result.stdout
+
+
+def test_refusal_comes_without_loading_anything_heavy(files):
+    result = run_python("-c", REPORT, "train_ppo_ray", *words(RL, "--rollout.top_p", "2"))
+
+    assert result.returncode == 2
+    assert result.stdout.strip() == "LOADED"
+
+
+def test_help_is_grouped_as_the_flags_are():
+    out = run_python("-m", "openrlhf.cli.train_ppo_ray", "--help").stdout
+
+    groups = ["actor", "actor.adam", "ref", "critic", "reward", "data", "rollout", "vllm", "algo", "algo.advantage",
+              "algo.kl", "train", "ds", "ds.lora", "eval", "ckpt", "logger", "logger.wandb"]  # fmt: skip
+    places = [out.index(f" {group} options ") for group in groups]
+    assert places == sorted(places)
+
+
+def test_mistake_ends_in_one_sentence_and_status_2(files):
+    result = run_python("-m", "openrlhf.cli.train_sft", "--train.batchsize", "3")
+
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("openrlhf train_sft: Unknown flag --train.batchsize; nearest: --train.batch_size")
+
+
+def test_rank_of_a_launcher_is_accepted_and_only_one_rank_complains(files, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        run_command("train_sft", None, ["--local_rank=1", "--nonsense", "1"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == ""
+
+    assert prepare("train_sft", ["--local_rank=1", *words(SFT)]).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    "raised", ["ConfigError('a flag is wrong')", "DataError('a row is wrong', source='rows.jsonl', row=3)"]
+)
+def test_mistake_found_while_running_is_said_without_a_traceback(files, monkeypatch, capsys, raised):
+    (files / "room.py").write_text(
+        "from openrlhf.config import ConfigError\nfrom openrlhf.data.errors import DataError\n"
+        f"def run(config):\n    raise {raised}\n"
+    )
+    monkeypatch.syspath_prepend(str(files))
+    monkeypatch.delitem(sys.modules, "room", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        run_command("train_sft", "room:run", words(SFT))
+
+    assert caught.value.code == 2
+    assert " is wrong" in capsys.readouterr().err
+
+
+def test_fault_of_ours_keeps_its_traceback(files, monkeypatch):
+    (files / "broken_room.py").write_text("def run(config):\n    raise ZeroDivisionError\n")
+    monkeypatch.syspath_prepend(str(files))
+    with pytest.raises(ZeroDivisionError):
+        run_command("train_sft", "broken_room:run", words(SFT))
+
+
+def test_the_function_gets_the_resolved_config(files, monkeypatch, capsys):
+    (files / "quiet_room.py").write_text("def run(config):\n    print(config.logger.wandb.run_name, config.dry_run)\n")
+    monkeypatch.syspath_prepend(str(files))
+    run_command("train_sft", "quiet_room:run", words(SFT))
+
+    assert capsys.readouterr().out.startswith("train_sft_")
+
+
+def test_what_deserves_a_look_is_printed_before_the_run(files, capsys):
+    prepare("train_ppo_ray", words(RL, "--critic.adam.lr", "1", "--vllm.enforce_eager", "--device", "cpu"))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "note: --critic.adam.lr has no effect without --algo.advantage.estimator gae.",
+        "note: no effect on the CPU: --vllm.enforce_eager.",
+        "note: --vllm.sync_backend nccl becomes shared memory on the CPU.",
+    ]
+
+
+def test_console_command_lists_its_commands(capsys):
+    main.main([])
+    out = capsys.readouterr().out
+    assert all(f"\n  {command} " in out for command in (*COMMANDS, "quickstart"))
+
+
+def test_console_command_passes_its_words_on(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["train-dpo", "--adam.lr", "1"])
+    assert caught.value.code == 2
+    assert "openrlhf train_dpo: The command train_dpo is not built yet" in capsys.readouterr().err
+
+
+def test_console_command_names_the_nearest_command(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["train_ppo"])
+    assert caught.value.code == 2
+    assert "unknown command 'train_ppo'; did you mean train_ppo_ray?" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""What this machine lacks is said at the start, without importing anything heavy."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config import ConfigError, check, check_device, checks_system, device_notes, known_device, parse
+from openrlhf.config.checks_system import check_kernel, check_vllm, detect_device, installed_vllm, visible_gpus
+from tests.unit.config_args import RL, environment, make_files, rl, sft, words
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("old", ["0.22.1", "0.25.0", "0.25.1rc1", "0.9"])
+def test_old_engine_is_refused_with_the_remedy(old):
+    with pytest.raises(ConfigError, match=f"vLLM {old} is too old, 0.25.1 or newer") as caught:
+        check_vllm(old)
+    assert "pip install" in str(caught.value)
+
+
+@pytest.mark.parametrize("new", ["0.25.1", "0.32.0", "0.32.0+cpu", "1.0"])
+def test_new_engine_is_accepted(new):
+    check_vllm(new)
+
+
+def test_the_installed_engine_is_found_under_either_name():
+    assert installed_vllm() is not None
+
+
+def test_missing_engine_is_refused(monkeypatch):
+    monkeypatch.setattr(checks_system, "VLLM_PACKAGES", ("no-such-distribution",))
+    with pytest.raises(ConfigError, match="not installed"):
+        check_vllm()
+
+
+@pytest.mark.parametrize("name", ["auto", "eager", "sdpa"])
+def test_kernel_that_comes_with_torch_is_accepted(name):
+    check_kernel(name)
+
+
+def test_kernel_that_is_unknown_or_not_installed_is_refused():
+    with pytest.raises(ConfigError, match="--ds.attn_implementation must be one of auto, .*found 'flash'"):
+        check_kernel("flash")
+    if checks_system.find_spec("flash_attn_interface") is None:
+        with pytest.raises(ConfigError, match="needs the package flash_attn_interface, which is not installed"):
+            check_kernel("flash_attention_3")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--actor.model_name_or_path", "./missing"], "--actor.model_name_or_path ./missing is not a model folder"),
+        (["--reward.remote_url", "missing.py"], "--reward.remote_url missing.py: there is no such file"),
+        (["--ckpt.output_dir", "reward.py"], "--ckpt.output_dir reward.py: .* is a file, not a folder"),
+        (["--ckpt.path", "reward.py/states"], "--ckpt.path reward.py/states: .* is a file, not a folder"),
+    ],
+)
+def test_path_that_is_not_there_is_named(extra, said):
+    with pytest.raises(ConfigError, match=said):
+        rl(*extra)
+
+
+def test_hub_name_is_not_taken_for_a_path():
+    rl("--actor.model_name_or_path", "Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def reward(queries):\n    pass\n", "no function reward_func"),
+        ("def reward_func(:\n", "line 1"),
+    ],
+)
+def test_reward_file_without_its_function_is_refused(tmp_path, text, said):
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        rl("--reward.remote_url", "bad.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async def reward_func(queries, prompts, labels): ...\n",
+        "from mine import reward_func\n",
+        "from mine import score as reward_func\n",
+        "from mine import *\n",
+        "reward_func = make()\n",
+        "try:\n    from a import reward_func\nexcept ImportError:\n    reward_func = None\n",
+    ],
+)
+def test_reward_function_may_be_made_in_any_way(tmp_path, text):
+    (tmp_path / "good.py").write_text(text)
+    rl("--reward.remote_url", "good.py")
+
+
+def test_device_is_told_without_torch(monkeypatch):
+    monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert (visible_gpus(), detect_device("auto"), detect_device("cpu")) == (2, "cuda", "cpu")
+    for listed, count in (("0", 1), ("", 0), ("-1", 0), ("0,1,2", 2)):
+        with environment(CUDA_VISIBLE_DEVICES=listed):
+            assert visible_gpus() == count
+
+
+def test_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: [])
+    with pytest.raises(ConfigError, match="--device cuda: this machine shows no NVIDIA GPU"):
+        known_device(sft("--device", "cuda"))
+    assert known_device(rl()) == "cpu"
+
+
+def test_device_of_a_cluster_is_left_to_ray(monkeypatch):
+    monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: [])
+    with environment(RAY_ADDRESS="auto"):
+        assert known_device(rl()) is None
+        assert known_device(rl("--device", "cuda")) == "cuda"
+        assert known_device(sft()) == "cpu"
+
+
+def test_half_precision_and_gpu_kernels_are_refused_on_the_cpu():
+    with pytest.raises(ConfigError, match="--ds.param_dtype fp16"):
+        sft("--ds.param_dtype", "fp16")
+    config = parse("train_sft", ["--ds.attn_implementation", "flash_attention_2"])
+    with pytest.raises(ConfigError, match="--ds.attn_implementation flash_attention_2 needs a GPU"):
+        check_device(config, "cpu")
+
+
+def test_gpu_flags_are_named_once_on_the_cpu_and_not_refused():
+    config = rl("--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep", "--vllm.enforce_eager",
+                "--vllm.gpu_memory_utilization", "0.5")  # fmt: skip
+
+    assert device_notes(config, "cpu") == [
+        "no effect on the CPU: --vllm.enable_sleep, --ds.enable_sleep, --vllm.gpu_memory_utilization, "
+        "--vllm.enforce_eager.",
+        "--vllm.sync_backend nccl becomes shared memory on the CPU.",
+    ]
+    assert device_notes(rl("--vllm.sync_backend", "shm"), "cpu") == []
+    assert device_notes(sft(), "cpu") == []
+
+
+def test_sleep_on_gpus_is_refused_until_it_exists():
+    config = parse("train_ppo_ray", words(RL, "--train.colocate_all", "--vllm.enable_sleep"))
+    check(config)
+    with pytest.raises(ConfigError, match="--vllm.enable_sleep .*not built yet"):
+        check_device(config, "cuda")

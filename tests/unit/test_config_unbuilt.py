@@ -1,0 +1,95 @@
+"""A flag of a feature that does not exist yet parses and is then refused; none is accepted and ignored."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config import COMMANDS, ConfigError, check, parse, unbuilt
+from openrlhf.config.flags import Flag, flags_of
+from openrlhf.config.unbuilt import check_unbuilt
+from tests.unit.config_args import RL, SFT, make_files, rl, with_value, words
+
+BASE = {"train_sft": SFT, "train_ppo_ray": RL}
+
+CASES = [
+    (command, name)
+    for command in BASE
+    for name in (unbuilt.FLAGS | (unbuilt.RL_FLAGS if command == "train_ppo_ray" else {}))
+    if name in flags_of(COMMANDS[command])
+]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {command: parse(command, words(base)) for command, base in BASE.items()}
+
+
+def other_value(flag: Flag):
+    """Returns: a value that turns a flag's feature on."""
+    if flag.choices:
+        return next(choice for choice in flag.choices if choice != flag.default)
+    return {bool: True, int: 2, float: 0.5, str: "something"}[flag.kind]
+
+
+@pytest.mark.parametrize(("command", "name"), CASES)
+def test_flag_of_a_missing_feature_is_refused_by_name(command, name, plain):
+    flag = flags_of(COMMANDS[command])[name]
+    config = with_value(plain[command], flag, other_value(flag))
+
+    with pytest.raises(ConfigError, match=f"--{name} .*not built yet"):
+        check_unbuilt(config)
+    with pytest.raises(ConfigError):
+        check(config)
+
+
+def test_every_flag_of_the_tables_exists():
+    names = {name for tree in COMMANDS.values() for name in flags_of(tree)}
+    assert set(unbuilt.FLAGS) | set(unbuilt.RL_FLAGS) | set(unbuilt.OFF) | set(unbuilt.BUILT_CHOICES) <= names
+
+
+@pytest.mark.parametrize("command", unbuilt.COMMANDS)
+def test_command_that_does_not_exist_yet_says_so(command):
+    with pytest.raises(ConfigError, match=f"{command} is not built yet"):
+        check(parse(command, []))
+
+
+def test_default_estimator_is_refused_with_those_that_exist():
+    base = {name: value for name, value in RL.items() if name != "--algo.advantage.estimator"}
+    with pytest.raises(ConfigError) as caught:
+        check(parse("train_ppo_ray", words(base)))
+    assert str(caught.value) == (
+        "--algo.advantage.estimator gae (the default) is not built yet; choose one of reinforce, reinforce_baseline, "
+        "rloo, group_norm, dr_grpo."
+    )
+
+
+def test_estimators_that_exist_are_those_of_the_algorithms():
+    from openrlhf.algorithms.advantages import ESTIMATORS
+
+    assert set(unbuilt.BUILT_CHOICES["algo.advantage.estimator"]) == set(ESTIMATORS)
+
+
+def test_reward_server_is_refused():
+    with pytest.raises(ConfigError, match="--reward.remote_url: reward servers are not built yet"):
+        rl("--reward.remote_url", "http://host:5000/get_reward")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--actor.entropy_coef", "0"],
+        ["--ckpt.best_metric_key", "none"],
+        ["--actor.optim", "adam"],
+        ["--actor.policy_loss_type", "ppo"],
+        ["--eval.steps", "-1"],
+        ["--ds.lora.rank", "0"],
+    ],
+)
+def test_value_that_leaves_a_feature_off_is_accepted(extra):
+    rl(*extra)
