@@ -56,7 +56,7 @@ class PromptDataset:
         Args:
             rows: what ``sources.load_dataset_mix`` returned.
             image_key: column of images; None ignores images.
-            progress: show a progress bar.
+            progress: show a progress bar, if there is a terminal.
 
         Raises:
             ConfigError: the template cannot be used.
@@ -72,7 +72,7 @@ class PromptDataset:
         self.input_template = input_template
         self.apply_chat_template = apply_chat_template
         self.image_key = image_key
-        for index in tqdm(range(len(rows)), desc="checking prompts", disable=not progress, leave=False):
+        for index in tqdm(range(len(rows)), desc="checking prompts", disable=None if progress else True, leave=False):
             self._record(index, check_only=True)
 
     def __len__(self) -> int:

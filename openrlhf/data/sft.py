@@ -209,7 +209,7 @@ class SFTDataset:
         Args:
             rows: what ``sources.load_dataset_mix`` returned.
             max_len: tokens that a row may have; what goes beyond is cut off.
-            progress: show a progress bar.
+            progress: show a progress bar, if there is a terminal.
 
         Raises:
             ConfigError: the settings cannot be used.
@@ -223,7 +223,7 @@ class SFTDataset:
         self.truncated = 0
         self.dropped = 0
         tokens, masks, ends = array("i"), bytearray(), array("q", [0])
-        for row in tqdm(rows, total=len(rows), desc="tokenising", disable=not progress, leave=False):
+        for row in tqdm(rows, total=len(rows), desc="tokenising", disable=None if progress else True, leave=False):
             ids, mask = encode_sft_row(tokenizer, row, form)
             self.truncated += len(ids) > max_len
             ids, mask = ids[:max_len], mask[:max_len]
@@ -260,6 +260,16 @@ class SFTDataset:
     def lengths(self) -> np.ndarray:
         """Returns: int64 [rows], tokens of each row."""
         return np.diff(self._ends)
+
+    @property
+    def trained_tokens(self) -> np.ndarray:
+        """Returns: int64 [rows], trained tokens of each row."""
+        return np.add.reduceat(self._masks, self._ends[:-1], dtype=np.int64)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest id in the data."""
+        return int(self._tokens.max())
 
     def summary(self) -> str:
         """Returns: one line on rows, tokens, and what was cut."""

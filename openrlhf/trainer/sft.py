@@ -1,0 +1,208 @@
+"""Supervised fine-tuning: what `train_sft` runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from openrlhf.algorithms.aggregate import aggregate
+from openrlhf.backends.base import Backend
+from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+from openrlhf.backends.distributed import init_distributed, shutdown_distributed
+from openrlhf.config import SFTConfig, to_flags_yaml
+from openrlhf.config.errors import ConfigError
+from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
+from openrlhf.data.sft import SFTDataset, SFTFormat
+from openrlhf.data.sources import load_dataset_mix
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.trainer.supervised import (
+    LoopSettings,
+    SupervisedTrainer,
+    choose_device,
+    make_deterministic,
+    planned_steps,
+    prepare_process,
+    rank_from_environment,
+)
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs
+
+
+class SFTObjective:
+    """Cross entropy, as a mean over the trained tokens of an optimizer step."""
+
+    def __init__(self, data: SFTDataset, pad_token_id: int) -> None:
+        """Args: ``pad_token_id`` fills the batch of a rank that is short of rows."""
+        self._data = data
+        self._pad_token_id = pad_token_id
+        self.lengths = data.lengths
+        self._trained = data.trained_tokens
+
+    def pack(self, items: Sequence[int]) -> PackedBatch:
+        """Lays rows end to end."""
+        if not items:
+            return empty_batch(self._pad_token_id)
+        records = [self._data[item] for item in items]
+        return pack_rows([record.tokens for record in records], [record.loss_mask for record in records])
+
+    def units(self, items: Sequence[int]) -> int:
+        """Trained tokens of the rows."""
+        return int(self._trained[np.asarray(items, dtype=np.int64)].sum())
+
+    def loss(self, backend: Backend, batch: PackedBatch, units: int) -> tuple[torch.Tensor, dict[str, float]]:
+        """This batch's share of the mean negative log-likelihood over ``units`` tokens."""
+        batch = batch.to(backend.device)
+        scores = backend.forward(batch)
+        share = aggregate(-scores.logprobs, batch.action_mask, batch.cu_seqlens, "token_mean", units)
+        return share, {}
+
+
+def run(config: SFTConfig) -> None:
+    """Fine-tunes a model on the responses of a data set and writes it to --ckpt.output_dir.
+
+    Every rank of a launcher calls it; without a launcher the process is the only rank.
+
+    Raises:
+        ConfigError, DataError: the settings or the data cannot be used.
+        RankError: something could not be written or read, on all ranks.
+    """
+    device = choose_device(config.device)
+    if config.train.full_determinism_enable:
+        make_deterministic()
+    speaking = rank_from_environment() == 0
+    prepare_process(device, bars=speaking and sys.stdout.isatty())
+    tokenizer = load_tokenizer(
+        config.model.model_name_or_path,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.data.tokenizer_chat_template,
+    )
+    # Before the ranks meet: what is wrong with the data is then said within seconds.
+    data = load_data(config, tokenizer, progress=speaking)
+    evaluation = load_evaluation(config, tokenizer, progress=speaking)
+    if speaking:
+        for name, part in (("training", data), ("evaluation", evaluation)):
+            if part is not None:
+                print(f"{name} data: {part.summary()}", flush=True)
+    init_distributed(device)
+    train(config, tokenizer, data, evaluation, device=device)
+    shutdown_distributed()
+
+
+def train(
+    config: SFTConfig, tokenizer: Any, data: SFTDataset, evaluation: SFTDataset | None, *, device: str
+) -> DeepSpeedBackend:
+    """Trains and exports, in a process group that stands; collective.
+
+    Args:
+        data: of training.
+        evaluation: held out; None where there is none.
+        device: "cpu" or "cuda".
+
+    Returns: the backend with the trained model.
+    """
+    settings = LoopSettings(
+        batch_size=config.train.batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        max_epochs=config.train.max_epochs,
+        eval_steps=config.eval.steps,
+        save_steps=config.ckpt.save_steps,
+    )
+    backend = _backend(config, device, total_steps=planned_steps(len(data), settings))
+    check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
+    outputs = SupervisedOutputs(
+        backend,
+        tokenizer,
+        ckpt=config.ckpt,
+        logger=config.logger,
+        command="train_sft",
+        title="Supervised fine-tuning",
+        config_yaml=to_flags_yaml(config),
+    )
+    trainer = SupervisedTrainer(
+        backend,
+        SFTObjective(data, tokenizer.pad_token_id),
+        settings,
+        outputs,
+        seed=config.train.seed,
+        eval_objective=None if evaluation is None else SFTObjective(evaluation, tokenizer.pad_token_id),
+    )
+    try:
+        trainer.run()
+    finally:
+        outputs.close()
+    return backend
+
+
+def load_data(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
+    """Returns: the training data.
+
+    Raises: ConfigError, DataError.
+    """
+    rows = load_dataset_mix(
+        config.data.dataset,
+        config.data.dataset_probs,
+        split=config.data.dataset_split,
+        max_samples=config.data.max_samples,
+        seed=config.train.seed,
+        use_ms=config.use_ms,
+    )
+    return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+
+
+def load_evaluation(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset | None:
+    """Returns: the held-out data, in the format of the training data; None where nothing is to be evaluated.
+
+    Raises: ConfigError, DataError.
+    """
+    if config.eval.dataset is None or config.eval.steps <= 0:
+        return None
+    rows = load_dataset_mix(
+        config.eval.dataset,
+        None,
+        split=config.eval.split,
+        max_samples=config.data.max_samples,
+        seed=config.train.seed,
+        use_ms=config.use_ms,
+    )
+    return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+
+
+def data_format(config: SFTConfig) -> SFTFormat:
+    """Returns: how rows become text."""
+    return SFTFormat(
+        input_key=config.data.input_key,
+        output_key=config.data.output_key,
+        input_template=config.data.input_template,
+        apply_chat_template=config.data.apply_chat_template,
+        multiturn=config.data.multiturn,
+        pretrain_mode=config.model.pretrain_mode_enable,
+    )
+
+
+def check_vocabulary(backend: DeepSpeedBackend, parts: Sequence[SFTDataset], model: str) -> None:
+    """Raises: ConfigError where the tokenizer writes ids that the model has no embedding for."""
+    known = backend.module.get_input_embeddings().num_embeddings
+    largest = max(part.largest_token for part in parts)
+    if largest >= known:
+        raise ConfigError(
+            f"the tokenizer of --model.model_name_or_path {model} writes token {largest}, and the model has only "
+            f"{known} embeddings: take the tokenizer that belongs to the model, or resize its embeddings first"
+        )
+
+
+def _backend(config: SFTConfig, device: str, total_steps: int) -> DeepSpeedBackend:
+    return DeepSpeedBackend.for_training(
+        config.model.model_name_or_path,
+        ds=config.ds,
+        optimizer=config.optimizer,
+        gradient_checkpointing=config.model.gradient_checkpointing_enable,
+        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
+        total_steps=total_steps,
+        device=device,
+        seed=config.train.seed,
+        trust_remote_code=config.trust_remote_code,
+    )

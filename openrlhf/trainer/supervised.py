@@ -1,0 +1,246 @@
+"""The loop that SFT, reward models and DPO share: the same steps, with another objective in them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from openrlhf.backends.base import Backend
+from openrlhf.config.errors import ConfigError
+from openrlhf.data.batching import plan_micro_batches, split_updates
+from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.data.sampler import StatefulSampler
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs
+
+
+class Objective(Protocol):
+    """A data set and the loss that is taken over it.
+
+    An item is what is never split: a row, or the two rows of a pair. The loss of a step is a mean over units (trained
+    tokens, pairs), counted over all ranks and micro-batches, so that it does not depend on how items are dealt out.
+    """
+
+    lengths: Sequence[int]
+    """Tokens of each item."""
+
+    def pack(self, items: Sequence[int]) -> PackedBatch:
+        """Lays items end to end; none makes an empty batch."""
+
+    def units(self, items: Sequence[int]) -> int:
+        """How many units the items have."""
+
+    def loss(self, backend: Backend, batch: PackedBatch, units: int) -> tuple[torch.Tensor, dict[str, float]]:
+        """Runs the model.
+
+        Args:
+            units: of the whole step.
+
+        Returns: this micro-batch's share of the loss, a scalar, and its shares of further metrics; the sum over ranks
+            and micro-batches is the value.
+        """
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """The length and the rhythm of a run.
+
+    Attributes:
+        batch_size: items of an optimizer step over all ranks; steps of an epoch differ by at most one item.
+        micro_batch_size: items of one forward on one rank.
+        max_epochs: passes over the data.
+        eval_steps: optimizer steps between evaluations, after the last one too; -1 never.
+        save_steps: optimizer steps between checkpoints; -1 never.
+    """
+
+    batch_size: int
+    micro_batch_size: int
+    max_epochs: int
+    eval_steps: int = -1
+    save_steps: int = -1
+
+
+def planned_steps(num_items: int, settings: LoopSettings) -> int:
+    """Returns: optimizer steps of the whole run, for the learning-rate schedule."""
+    return len(split_updates(num_items, settings.batch_size)) * settings.max_epochs
+
+
+def train_step(backend: Backend, objective: Objective, items: Sequence[int], micro_batch_size: int) -> dict[str, float]:
+    """One optimizer step over ``items``; collective, with the same arguments on all ranks.
+
+    Returns: ``loss/train``, ``actor/grad_norm`` (before clipping), ``actor/lr``, ``actor/skipped_steps``, and what the
+        objective adds, under ``<name>/train``; the same on all ranks.
+    """
+    units = objective.units(items)
+    sums = _Sums(backend)
+    for batch in _micro_batches(backend, objective, items, micro_batch_size):
+        loss, extra = objective.loss(backend, batch, units)
+        backend.backward(loss)
+        sums.add(loss, extra)
+    result = backend.step()
+    step = {"actor/grad_norm": result.grad_norm, "actor/lr": result.lr, "actor/skipped_steps": float(result.skipped)}
+    return sums.reduced("train") | step
+
+
+@torch.no_grad()
+def evaluate(backend: Backend, objective: Objective, micro_batch_size: int) -> dict[str, float]:
+    """The objective's mean over all of its data; collective.
+
+    Returns: ``loss/eval`` and what the objective adds, under ``<name>/eval``; the same on all ranks.
+    """
+    items = range(len(objective.lengths))
+    units = objective.units(items)
+    sums = _Sums(backend)
+    for batch in _micro_batches(backend, objective, items, micro_batch_size):
+        sums.add(*objective.loss(backend, batch, units))
+    return sums.reduced("eval")
+
+
+def _micro_batches(backend: Backend, objective: Objective, items: Sequence[int], micro_batch_size: int) -> Any:
+    lengths = [int(objective.lengths[item]) for item in items]
+    plan = plan_micro_batches(lengths, backend.world_size, micro_batch_size=micro_batch_size)
+    for micro_batch in plan[backend.rank]:
+        yield objective.pack([items[place] for place in micro_batch])
+
+
+class _Sums:
+    """Sums of the loss and of further metrics over micro-batches and then over ranks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._loss: torch.Tensor | float = 0.0
+        self._extra: dict[str, float] = {}
+
+    def add(self, loss: torch.Tensor, extra: dict[str, float]) -> None:
+        # Kept as a tensor: reading its value would make the host wait for the accelerator after each micro-batch.
+        self._loss = self._loss + loss.detach().double()
+        for name, value in extra.items():
+            self._extra[name] = self._extra.get(name, 0.0) + float(value)
+
+    def reduced(self, part: str) -> dict[str, float]:
+        sums = {"loss": float(self._loss), **self._extra}
+        return {f"{name}/{part}": self._backend.all_reduce(sums[name]) for name in sorted(sums)}
+
+
+class SupervisedTrainer:
+    """Steps through the epochs, evaluates, writes checkpoints, and goes on from one."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        objective: Objective,
+        settings: LoopSettings,
+        outputs: SupervisedOutputs,
+        *,
+        seed: int,
+        eval_objective: Objective | None = None,
+    ) -> None:
+        """Args:
+        outputs: where metrics, checkpoints and the model go.
+        seed: of the order of the data.
+        eval_objective: held-out data; None where there is none.
+        """
+        self.backend = backend
+        self.objective = objective
+        self.eval_objective = eval_objective
+        self.settings = settings
+        self.outputs = outputs
+        self.sampler = StatefulSampler(len(objective.lengths), seed=seed)
+        self.sizes = split_updates(len(objective.lengths), settings.batch_size)
+        self.total_steps = planned_steps(len(objective.lengths), settings)
+        self.step = 0
+
+    def run(self) -> None:
+        """Trains from where the newest checkpoint stands (where resuming is asked for) to the end, and exports."""
+        state = self.outputs.resume()
+        if state is not None:
+            self.load_state_dict(state)
+        self.outputs.open(self.step, self.total_steps)
+        while self.step < self.total_steps:
+            self._run_epoch()
+        self.outputs.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns: where the run stands, beside weights and optimizer."""
+        return {"step": self.step, "steps_per_epoch": len(self.sizes), "sampler": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to where ``state`` was taken.
+
+        Raises:
+            ConfigError: the run that wrote it had other data, another seed or another batch size.
+        """
+        if state["steps_per_epoch"] != len(self.sizes):
+            raise ConfigError(
+                f"the checkpoint was made with {state['steps_per_epoch']} steps an epoch, this run has "
+                f"{len(self.sizes)}: resume with the --train.batch_size and the data of the run that wrote it"
+            )
+        try:
+            self.sampler.load_state_dict(state["sampler"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.step = state["step"]
+
+    def _run_epoch(self) -> None:
+        epoch, done = divmod(self.step, len(self.sizes))
+        if done == 0:
+            self.sampler.set_epoch(epoch)
+        name = f"epoch {epoch + 1}/{self.settings.max_epochs}"
+        with self.outputs.phase(name, self.sampler.remaining) as bar:
+            for size in self.sizes[done:]:
+                self._run_step(self.sampler.next_batch(size))
+                bar.update(size)
+
+    def _run_step(self, items: list[int]) -> None:
+        settings, start = self.settings, time.perf_counter()
+        metrics = train_step(self.backend, self.objective, items, settings.micro_batch_size)
+        seconds = time.perf_counter() - start
+        tokens = sum(int(self.objective.lengths[item]) for item in items)
+        metrics |= {"time/step": seconds, "throughput/tokens_per_s": tokens / seconds}
+        self.step += 1
+        last = self.step == self.total_steps
+        evaluated = self._due(settings.eval_steps, last) and self.eval_objective is not None
+        if evaluated:
+            metrics |= evaluate(self.backend, self.eval_objective, settings.micro_batch_size)
+        self.outputs.log(self.step, metrics, always=evaluated or last)
+        if self._due(settings.save_steps, False):
+            self.outputs.checkpoint(self.step, self.state_dict())
+
+    def _due(self, every: int, last: bool) -> bool:
+        return every > 0 and (self.step % every == 0 or last)
+
+
+def rank_from_environment() -> int:
+    """Returns: this process's rank before the group stands; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def choose_device(wanted: str) -> str:
+    """Returns: "cuda" or "cpu" for ``--device``."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
+
+
+def prepare_process(device: str, *, bars: bool) -> None:
+    """Sets what libraries read when they are first used.
+
+    Args:
+        bars: let transformers draw its bars over loading and saving.
+    """
+    # transformers may import DeepSpeed long before the ranks meet, and DeepSpeed then guesses.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    if not bars:
+        transformers.utils.logging.disable_progress_bar()
+
+
+def make_deterministic() -> None:
+    """Has torch take deterministic kernels only, or raise where there is none; before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
