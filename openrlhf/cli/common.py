@@ -29,9 +29,7 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
     try:
         config = prepare(command, words)
         if isinstance(config, TrainingConfig) and config.dry_run:
-            from openrlhf.config.plan import print_plan
-
-            print_plan(config)
+            _call("openrlhf.trainer.dry_run:run", config)
             return
     except USER_ERRORS as error:
         # All ranks of a launcher find the same; one of each node says it.
@@ -39,8 +37,7 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
             _complain(command, error)
         sys.exit(2)
     try:
-        module, _, function = str(target).partition(":")
-        getattr(importlib.import_module(module), function)(config)
+        _call(str(target), config)
     except USER_ERRORS as error:
         _complain(command, error)
         sys.exit(2)
@@ -62,6 +59,11 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
     for note in found:
         print_note(note)
     return resolve(config)
+
+
+def _call(target: str, config: Config) -> None:
+    module, _, function = target.partition(":")
+    getattr(importlib.import_module(module), function)(config)
 
 
 def _complain(command: str, error: Exception) -> None:
