@@ -5,20 +5,26 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from openrlhf.config import ConfigError, check, check_device, device_notes, known_device, notes, parse, resolve
 from openrlhf.config.commands import Config, TrainingConfig
 from openrlhf.config.parse import print_note
 from openrlhf.data.errors import DataError
+from openrlhf.utils.errors import RunError
 
 USER_ERRORS = (ConfigError, DataError)
+
+# Seconds that a silent rank leaves the speaking one to say what is wrong.
+SPEAKER_S = 2.0
 
 
 def run_command(command: str, target: str | None, argv: Sequence[str] | None = None) -> None:
     """Runs a command from its flags.
 
-    A mistake of the user's ends in one sentence on stderr and exit status 2, anything else in its traceback.
+    A mistake of the user's ends in one sentence on stderr and exit status 2, a run that cannot go on in one and exit
+    status 1, anything else in its traceback.
 
     Args:
         command: its name.
@@ -32,15 +38,21 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
             _call("openrlhf.trainer.dry_run:run", config)
             return
     except USER_ERRORS as error:
-        # All ranks of a launcher find the same; one of each node says it.
+        # All ranks of a launcher find the same, and one of each node says it. The others wait for it, because a
+        # launcher ends all as soon as one is gone.
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             _complain(command, error)
+        else:
+            time.sleep(SPEAKER_S)
         sys.exit(2)
     try:
         _call(str(target), config)
     except USER_ERRORS as error:
         _complain(command, error)
         sys.exit(2)
+    except RunError as error:
+        _complain(command, error)
+        sys.exit(1)
 
 
 def prepare(command: str, argv: Sequence[str]) -> Config:
@@ -63,7 +75,7 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
 
 def _call(target: str, config: Config) -> None:
     module, _, function = target.partition(":")
-    getattr(importlib.import_module(module), function)(config)
+    vars(importlib.import_module(module))[function](config)
 
 
 def _complain(command: str, error: Exception) -> None:

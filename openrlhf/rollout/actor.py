@@ -82,7 +82,7 @@ class RolloutActor:
         self._agent_spec = agent
 
     async def start(self) -> dict[str, Any]:
-        """Starts engine and agent. Returns: the process ids that belong to this worker, and its node."""
+        """Starts engine and agent. Returns: process id and node."""
         import ray
 
         from openrlhf.rollout.vllm_engine import VllmEngine
@@ -100,8 +100,8 @@ class RolloutActor:
         await self._reward.start()
         self._executor = SingleTurnAgentExecutor(self._reward)
         self._engine = VllmEngine(self._engine_spec)
-        pids = await self._engine.start()
-        return {"pids": [os.getpid(), *pids], "node": ray.get_runtime_context().get_node_id()}
+        await self._engine.start()
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     async def watch(self) -> None:
         """Never returns: the call fails when this worker dies."""

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +34,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.rollout.transfer import Receipt, TransferError
 
 SHM_BACKEND = "openrlhf_shm"
 _WORKER_EXTENSION = "openrlhf.rollout.vllm_engine.WorkerExtension"
+_OWNER_VARIABLE = "OPENRLHF_ENGINE_OWNER"
 
 
 @dataclass
@@ -61,6 +67,11 @@ class ShmWeightEngine(WeightTransferEngine):
 
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM makes this object in each of its workers, before it serves anything.
+        _end_with(int(os.environ[_OWNER_VARIABLE]))
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Nothing to connect."""
@@ -153,25 +164,37 @@ def _padding(layer: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> int
 WeightTransferEngineFactory.register_engine(SHM_BACKEND, ShmWeightEngine)
 
 
-def _end_with_parent() -> None:
-    """Ends this process soon after the one that started it is gone, even if that one was killed."""
-    parent = os.getppid()
+def _end_with(owner: int) -> None:
+    """Ends this process, and vLLM's core that started it, soon after the process ``owner`` is gone, however it went.
+
+    vLLM's core outlives a killed owner: nothing in it watches.
+    """
+    core = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == core and Path(f"/proc/{owner}").exists():
             time.sleep(1.0)
+        if os.getppid() == core:
+            os.kill(core, signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=watch, name="end-with-owner", daemon=True).start()
 
 
 class WorkerExtension:
-    """Named to vLLM as worker extension, so that its worker imports this module, and with it the transfer engine."""
+    """Named to vLLM as worker extension, so that its workers import this module, and with it the transfer engine."""
 
-    def end_with_parent(self) -> int:
-        """Ties this worker's life to the process that started it. Returns: its process id."""
-        _end_with_parent()
-        return os.getpid()
+
+class EngineDied(RuntimeError):
+    """A process of the engine has ended."""
+
+
+@contextmanager
+def _naming_death() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDied("a process of the engine has ended: killed, crashed or out of memory") from error
 
 
 class VllmEngine:
@@ -200,15 +223,16 @@ class VllmEngine:
             arguments["distributed_executor_backend"] = "uni" if spec.tensor_parallel_size == 1 else "mp"
         else:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
+        os.environ[_OWNER_VARIABLE] = str(os.getpid())
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **spec.extra}))
         self._request_ids = itertools.count()
         self.weight_version = 0
         self._whole = True
 
-    async def start(self) -> list[int]:
-        """Connects the weight transfer. Returns: process ids of the engine's workers."""
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
-        return await self._engine.collective_rpc("end_with_parent")
+    async def start(self) -> None:
+        """Connects the weight transfer."""
+        with _naming_death():
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
 
     async def generate(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams, multi_modal_data: Any = None
@@ -225,30 +249,35 @@ class VllmEngine:
         if multi_modal_data is not None:
             prompt["multi_modal_data"] = multi_modal_data
         final = None
-        async for output in self._engine.generate(prompt, sampling_params, f"r{next(self._request_ids)}"):
-            final = output
+        with _naming_death():
+            async for output in self._engine.generate(prompt, sampling_params, f"r{next(self._request_ids)}"):
+                final = output
         return final
 
     async def begin_update(self) -> None:
         """Opens a weight update; no request may be running, and none is served until it has ended well."""
         self._whole = False
-        await self._engine.start_weight_update()
+        with _naming_death():
+            await self._engine.start_weight_update()
 
     async def load_bucket(self, path: str, checksums: dict[str, int]) -> None:
         """Loads one bucket that lies at ``path``."""
-        await self._engine.update_weights(WeightTransferUpdateRequest({"path": path, "checksums": checksums}))
+        with _naming_death():
+            await self._engine.update_weights(WeightTransferUpdateRequest({"path": path, "checksums": checksums}))
 
     async def end_update(self, manifest: dict[str, int], version: int) -> None:
         """Checks that the update was whole, puts it to use and forgets what older weights have cached."""
-        await self._engine.update_weights(WeightTransferUpdateRequest({"path": "", "checksums": manifest}))
-        await self._engine.finish_weight_update()
-        await self._engine.reset_prefix_cache()
+        with _naming_death():
+            await self._engine.update_weights(WeightTransferUpdateRequest({"path": "", "checksums": manifest}))
+            await self._engine.finish_weight_update()
+            await self._engine.reset_prefix_cache()
         self.weight_version = version
         self._whole = True
 
     async def check_health(self) -> None:
         """Raises where the engine's core has died."""
-        await self._engine.check_health()
+        with _naming_death():
+            await self._engine.check_health()
 
     def shutdown(self) -> None:
         """Ends the engine's processes."""

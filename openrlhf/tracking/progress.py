@@ -89,6 +89,10 @@ class Console:
         self._start = time.monotonic()
         self.live = self._stream.isatty()
 
+    def begin(self, first_step: int) -> None:
+        """Starts the clock by which the time that is left is guessed; ``first_step`` steps were done before."""
+        self._first, self._start = first_step, time.monotonic()
+
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "samples") -> Iterator[Bar]:
         """Shows a bar while the body runs.

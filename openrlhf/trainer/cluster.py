@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.config import PPOConfig
-from openrlhf.utils.supervise import RunError
+from openrlhf.utils.errors import RunError
 
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",

@@ -22,7 +22,7 @@ from openrlhf.trainer.experience import Budget, Experience, add_advantages, buil
 from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.workers import WorkerGroup
-from openrlhf.utils.supervise import RunError
+from openrlhf.utils.errors import RunError
 
 _PROBE_PROMPTS = 8
 _PROBE_TOKENS = 32
@@ -102,9 +102,8 @@ class RLController:
         """Gives the engines the actor's weights. Returns: bytes sent to each engine."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self._config.ds.param_dtype]
         version = self.position.updates
-        return self._actor.call(
-            "send_weights", self._pool.engines, dtype, version, self._timeout, timeout=self._timeout
-        )[0]
+        engines = dict(zip(self._pool.names, self._pool.engines, strict=True))
+        return self._actor.call("send_weights", engines, dtype, version, self._timeout, timeout=self._timeout)[0]
 
     def _next_prompts(self) -> list[int]:
         indices = self.sampler.next_batch(self._config.rollout.batch_size)

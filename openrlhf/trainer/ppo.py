@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +23,7 @@ from openrlhf.trainer.controller import RLController
 from openrlhf.trainer.policy_update import PolicyLossSpec
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.workers import ModelSpec, WorkerGroup
-from openrlhf.utils.supervise import RunError, Supervisor
+from openrlhf.utils.supervise import Supervisor
 
 _ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CPU_SEQUENCES, _GPU_SEQUENCES = 128, 512
@@ -187,7 +186,9 @@ def _start_models(
             **training,
         )
 
-    groups = {role: WorkerGroup(role, places[role], supervisor, on_gpu=on_gpu) for role in ("actor", "ref") if role in places}
+    groups = {
+        role: WorkerGroup(role, places[role], supervisor, on_gpu=on_gpu) for role in ("actor", "ref") if role in places
+    }
     groups["actor"].setup(
         spec(
             "actor",
@@ -224,6 +225,3 @@ def _close(pool: RolloutPool, groups: list[WorkerGroup], supervisor: Supervisor)
         group.call("close", timeout=_CLOSE_TIMEOUT_S)
     stops = {name: engine.stop.remote() for name, engine in zip(pool.names, pool.engines, strict=True)}
     supervisor.get_all(stops, what="its end", timeout=_CLOSE_TIMEOUT_S)
-
-
-__all__ = ["RunError", "loss_spec", "run"]

@@ -56,6 +56,7 @@ class RLOutputs:
             self._console.note(f"resuming after step {step} from {latest}")
         elif self._config.ckpt.load_enable:
             self._console.note(f"--ckpt.load_enable: no checkpoint under {self._config.ckpt.path}, starting anew")
+        self._console.begin(step)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / CONFIG_FILE).write_text(self._yaml)
         self._trackers = build_trackers(

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 
 from openrlhf.backends.base import Backend, StepResult
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
@@ -19,7 +20,8 @@ from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.rollout.transfer import BUCKET_BYTES, buckets, make_exchange_folder, write_bucket
 from openrlhf.trainer.cluster import Place
 from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare, update_policy
-from openrlhf.utils.supervise import Supervisor
+from openrlhf.utils.errors import RunError
+from openrlhf.utils.supervise import Supervisor, describe
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,16 @@ class TrainWorker:
                 for batch in micro_batches
             ]
 
-    def update(
-        self, share: StepShare, spec: PolicyLossSpec
-    ) -> tuple[StepResult, float, dict[str, float], float]:
+    def update(self, share: StepShare, spec: PolicyLossSpec) -> tuple[StepResult, float, dict[str, float], float]:
         """Runs this rank's share of one optimizer step; see ``update_policy``."""
         return update_policy(self._backend, share, spec)
 
-    def send_weights(self, engines: Sequence[Any], dtype: torch.dtype, version: int, timeout: float) -> int:
+    def send_weights(self, engines: dict[str, Any], dtype: torch.dtype, version: int, timeout: float) -> int:
         """Hands the whole model to the engines, bucket by bucket. All ranks gather, rank 0 sends.
+
+        Args:
+            engines: handles of ``RolloutActor`` by name.
+            timeout: seconds that an engine may take for one bucket.
 
         Returns:
             Bytes sent to each engine.
@@ -130,14 +134,14 @@ class TrainWorker:
         manifest: dict[str, int] = {}
         nbytes = 0
         try:
-            ray.get([engine.begin_update.remote() for engine in engines], timeout=timeout)
+            _on_all(engines, "begin_update", timeout=timeout)
             for index, tensors in enumerate(buckets(parameters, dtype)):
                 bucket = write_bucket(folder, index, tensors)
-                ray.get([e.load_bucket.remote(bucket.path, bucket.checksums) for e in engines], timeout=timeout)
+                _on_all(engines, "load_bucket", bucket.path, bucket.checksums, timeout=timeout)
                 Path(bucket.path).unlink()
                 manifest.update(bucket.checksums)
                 nbytes += bucket.nbytes
-            ray.get([engine.end_update.remote(manifest, version) for engine in engines], timeout=timeout)
+            _on_all(engines, "end_update", manifest, version, timeout=timeout)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return nbytes
@@ -157,6 +161,16 @@ class TrainWorker:
     def close(self) -> None:
         """Leaves the process group together with the other ranks."""
         self._backend.close()
+
+
+def _on_all(engines: dict[str, Any], method: str, *args: Any, timeout: float) -> None:
+    """Calls ``method`` on every engine at once and waits. Raises: RunError, naming the engine that failed."""
+    calls = {name: getattr(engine, method).remote(*args) for name, engine in engines.items()}
+    for name, call in calls.items():
+        try:
+            ray.get(call, timeout=timeout)
+        except RayError as error:
+            raise RunError(f"{name} did not take the weights: {describe(error)}") from error
 
 
 class WorkerGroup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from openrlhf.utils.errors import RunError
+
 _GRACE_S = 5.0
-
-
-class RunError(RuntimeError):
-    """The run cannot go on; the message names the worker and the cause."""
 
 
 class Supervisor:
@@ -70,10 +70,10 @@ class Supervisor:
         left = {ref: name for name, ref in refs.items()}
         deadline = time.monotonic() + timeout
         while left:
-            names = left
+            waited_for = f"{what} from {', '.join(sorted(left.values()))}"
             ready = self.wait_any(
                 list(left),
-                what=lambda: f"{what} from {', '.join(sorted(names.values()))}",
+                what=functools.partial(str, waited_for),
                 timeout=max(0.0, deadline - time.monotonic()),
             )
             for ref in ready:
@@ -114,11 +114,14 @@ class Supervisor:
 
 def describe(error: BaseException) -> str:
     """The cause in one sentence, without the traceback that Ray wraps around it."""
-    if isinstance(error, RayTaskError):
+    if isinstance(error, RayTaskError) and error.cause is not None:
         cause = error.cause
-        return f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
+        return str(cause) if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}"
     if isinstance(error, RayActorError):
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        wanted = [line for line in lines if line.startswith(("pid:", "The actor is dead", "The actor died", "Worker"))]
-        return " ".join(wanted[:4] or lines[:2])
-    return f"{type(error).__name__}: {error}"
+        pid = re.search(r"pid: (\d+)", str(error))
+        detail = re.search(r"Worker exit detail: (.*)", str(error))
+        process = f"its process {pid[1]}" if pid else "its process"
+        if detail is None:
+            return f"{process} has ended: {' '.join(str(error).split())}"
+        return f"{process} was killed, crashed or ran out of memory ({detail[1].split('. Some common causes')[0]})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
