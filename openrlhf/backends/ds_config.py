@@ -11,6 +11,10 @@ from openrlhf.config.errors import ConfigError
 # Elements of one gradient or parameter bucket.
 BUCKET = 500_000_000
 
+# Parameters with fewer elements than this (norms, biases) are not sharded on stage 3: gathering them one by one costs
+# more than they weigh.
+KEEP_WHOLE = 10_000
+
 
 def effective_stage(zero_stage: int, param_dtype: str) -> int:
     """Stage 0 in half precision runs as stage 1: same result for one rank, less memory for more, and DeepSpeed's own
@@ -34,8 +38,8 @@ def _zero_section(ds: Any, stage: int, device: torch.device, training: bool) -> 
     if stage == 3:
         section |= {
             "zero_hpz_partition_size": ds.zpg,
-            # Small parameters (norms, biases) stay whole: gathering them one by one costs more than they weigh.
-            "stage3_param_persistence_threshold": 10_000,
+            "memory_efficient_linear": False,
+            "stage3_param_persistence_threshold": KEEP_WHOLE,
             "stage3_prefetch_bucket_size": 50_000_000,
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,

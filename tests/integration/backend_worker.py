@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +21,8 @@ from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 
 STEPS = 3
 # Large: the gradient of a key's bias is zero up to rounding, and Adam would blow that rounding up to a whole step.
-EPS = 1e-5
-LR = 2e-3
+EPS = 1e-4
+LR = 1e-3
 OPTIMIZER = OptimizerConfig(
     lr_scheduler="linear",
     lr_warmup_ratio=0.0,
@@ -28,41 +31,82 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def run_ranks(worker: Callable[..., None], ranks: int, *args: Any, seconds: float = 240) -> None:
-    """Runs ``worker(*args)`` in as many processes as ranks, joined over gloo; the first traceback is raised."""
-    environment = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    context = mp.get_context("spawn")
-    errors = context.SimpleQueue()
-    processes = [
-        context.Process(target=_rank_main, args=(worker, rank, environment, errors, args)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+class RankPool:
+    """Processes joined over gloo that run one function after another: starting them costs far more than a test."""
+
+    def __init__(self, ranks: int) -> None:
+        environment = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        context = mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, environment, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 240) -> list[Any]:
+        """Calls ``function(*args)`` on every rank. Returns: the results; the first traceback is raised."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        deadline = time.monotonic() + seconds
+        results: dict[int, Any] = {}
+        while len(results) < len(self.pipes):
+            assert time.monotonic() < deadline, f"ranks {set(range(len(self.pipes))) - set(results)} do not answer"
+            for rank, pipe in enumerate(self.pipes):
+                if rank not in results and pipe.poll(0.02):
+                    ok, results[rank] = pipe.recv()
+                    assert ok, f"rank {rank}:\n{results[rank]}"
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 240) -> list[Any]:
+    """Runs ``function(*args)`` on as many joined processes as ranks, which stay for the tests that follow."""
+    if ranks not in _pools:
+        _pools[ranks] = RankPool(ranks)
     try:
-        for process in processes:
-            process.join(seconds)
-            assert process.exitcode is not None, f"a rank did not end within {seconds} s"
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-    assert errors.empty(), errors.get()
-    assert [process.exitcode for process in processes] == [0] * ranks
+        return _pools[ranks].run(function, *args, seconds=seconds)
+    except BaseException:
+        # The other ranks may wait in a collective that one of them will never reach.
+        _pools.pop(ranks).close()
+        raise
 
 
-def _rank_main(worker: Callable[..., None], rank: int, environment: dict[str, str], errors: Any, args: tuple) -> None:
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+def _rank_main(rank: int, environment: dict[str, str], pipe: Any) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
-    from openrlhf.backends.distributed import init_distributed, shutdown_distributed
+    from openrlhf.backends import ds_config
+    from openrlhf.backends.distributed import init_distributed
 
-    try:
-        init_distributed("cpu", timeout_s=60)
-        worker(*args)
-    except BaseException:
-        errors.put(f"rank {rank}:\n{traceback.format_exc()}")
-        # The other ranks may wait in a collective that this one will never reach.
-        os._exit(1)
-    shutdown_distributed()
+    init_distributed("cpu", timeout_s=120)
+    # Otherwise nothing of a tiny model is large enough to be sharded on stage 3.
+    ds_config.KEEP_WHOLE = 0
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        gc.collect()
 
 
 def micro_batches(step: int) -> list[PackedBatch]:
@@ -121,6 +165,39 @@ def plain_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
         optimizer.zero_grad()
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "rates": rates, "weights": weights}
+
+
+def mixed_precision_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """bf16 weights, float32 masters, gradients of micro-batches added up in float32; no DeepSpeed."""
+    from openrlhf.models.forward import score_tokens
+    from openrlhf.models.loading import load_causal_lm
+
+    model = load_causal_lm(folder, dtype=torch.bfloat16, device="cpu")
+    masters = load_causal_lm(folder, dtype=torch.bfloat16, device="cpu").float()
+    optimizer = torch.optim.AdamW(decay_groups(masters, 0.1), lr=LR, betas=(0.9, 0.95), eps=EPS)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+    pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
+    losses, norms = [], []
+    for step in range(steps):
+        batches = micro_batches(step)
+        tokens = sum(int(batch.action_mask.sum()) for batch in batches)
+        losses.append(0.0)
+        for batch in batches:
+            loss = token_loss(score_tokens(model, batch).logprobs, batch, tokens)
+            loss.backward()
+            losses[-1] += loss.item()
+            for half, master in pairs:
+                grad = half.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                half.grad = None
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for half, master in pairs:
+                half.copy_(master)
+    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
 def train_with_backend(backend: Any, steps: range) -> dict[str, list[float]]:

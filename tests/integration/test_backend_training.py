@@ -1,0 +1,140 @@
+"""The DeepSpeed backend against a plain PyTorch loop: ZeRO 0 to 3, one and two ranks, real processes over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf.config import ConfigError
+from tests.integration import backend_worker as worker
+from tests.tiny_models import make_tiny_model
+
+STEPS = range(worker.STEPS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": make_tiny_model(folder / "tied", "qwen2", tie=True),
+        "untied": make_tiny_model(folder / "untied", "qwen3", tie=False),
+    }
+
+
+def _assert_same(found: dict[str, Any], expected: dict[str, Any], weights: dict[str, torch.Tensor], case: str) -> None:
+    for key in ("losses", "norms"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-6), f"{case}: {key}"
+    assert found["rates"] == pytest.approx(expected["rates"], rel=1e-12)
+    assert sorted(weights) == sorted(expected["weights"]), case
+    for name, tensor in weights.items():
+        assert (tensor - expected["weights"][name]).abs().max() <= 1e-6, f"{case}: {name}"
+
+
+def _train_every_way(folders: dict[str, Path], expected: dict[str, dict[str, Any]]) -> None:
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        *((kind, stage, {}) for kind in folders for stage in (0, 1, 2, 3)),
+        ("tied", 2, {"packing_samples": False}),
+        ("untied", 3, {"packing_samples": False}),
+        ("tied", 3, {"gradient_checkpointing": True}),
+        ("untied", 2, {"gradient_checkpointing": True, "gradient_checkpointing_reentrant": True}),
+        ("tied", 2, {"attn_implementation": "sdpa"}),
+        ("tied", 2, {"adam_offload": True}),
+        ("tied", 3, {"adam_offload": True}),
+    ]
+    for kind, stage, options in cases:
+        backend = worker.make_backend(folders[kind], stage, **options)
+        assert backend.plan.packed == options.get("packing_samples", True)
+        assert backend.plan.in_head
+        assert len(backend.unmoved_parameters()) == len(list(backend.module.named_parameters()))
+        found = worker.train_with_backend(backend, STEPS)
+        _assert_same(found, expected[kind], worker.full_weights(backend), f"{kind}, stage {stage}, {options}")
+        assert backend.unmoved_parameters() == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_zero_stage_takes_the_steps_of_a_plain_pytorch_loop(models: dict[str, Path], ranks: int) -> None:
+    expected = {kind: worker.plain_training(folder) for kind, folder in models.items()}
+    assert all(norm > 0.5 for norm in expected["tied"]["norms"]), "the clip has to be active"
+    worker.run_ranks(_train_every_way, ranks, models, expected)
+
+
+def _train_in_bf16(folder: Path, expected: dict[str, Any]) -> None:
+    for stage in (0, 1, 2, 3):
+        backend = worker.make_backend(folder, stage, dtype="bf16")
+        assert backend.stage == max(stage, 1)
+        found = worker.train_with_backend(backend, STEPS)
+        # Gradients of ranks are added up in bf16, and stage 1 rounds them to it even for one rank.
+        exact = backend.world_size == 1 and stage >= 2
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6 if exact else 1e-3)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6 if exact else 1e-2)
+        for name, tensor in worker.full_weights(backend).items():
+            assert tensor.dtype == torch.bfloat16
+            difference = (tensor.float() - expected["weights"][name].float()).abs().max()
+            assert difference <= (0 if exact else 2 * worker.LR), f"stage {stage}: {name}"
+        assert backend.unmoved_parameters() == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_training_keeps_float32_masters_and_adds_gradients_up_in_float32(
+    models: dict[str, Path], ranks: int
+) -> None:
+    expected = worker.mixed_precision_training(models["tied"])
+    worker.run_ranks(_train_in_bf16, ranks, models["tied"], expected)
+
+
+def _break_steps(folder: Path) -> None:
+    from openrlhf.backends.deepspeed_backend import GradientError
+    from openrlhf.data.packed_batch import empty_batch
+
+    for stage in (0, 2, 3):
+        backend = worker.make_backend(folder, stage)
+        before = worker.full_weights(backend)
+        loss = backend.forward(empty_batch(pad_token_id=0)).logprobs.sum()
+        assert loss.item() == 0.0
+        backend.backward(loss)
+        result = backend.step()
+        assert result.grad_norm == 0.0 and not result.skipped
+        batch = worker.micro_batches(0)[0]
+        backend.backward(backend.forward(batch).logprobs.sum() * float("nan"))
+        with pytest.raises(GradientError):
+            backend.step()
+        for name, tensor in worker.full_weights(backend).items():
+            decayed = before[name] * (1 - worker.LR * 0.1) if tensor.dim() > 1 else before[name]
+            torch.testing.assert_close(tensor, decayed, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ConfigError, match="fp16"):
+        worker.make_backend(folder, 2, dtype="fp16")
+
+
+def test_a_step_of_empty_micro_batches_moves_nothing_and_a_gradient_of_nan_stops_the_run(
+    models: dict[str, Path],
+) -> None:
+    worker.run_ranks(_break_steps, 2, models["tied"])
+
+
+def _infer(folders: dict[str, Path]) -> None:
+    from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+    from openrlhf.config import DeepSpeedConfig
+
+    for folder in folders.values():
+        trained = worker.make_backend(folder, 2)
+        batch = worker.micro_batches(1)[2]
+        with torch.no_grad():
+            expected = trained.forward(batch, temperature=0.6, entropy=True)
+        for stage in (0, 2, 3):
+            ds = DeepSpeedConfig(zero_stage=stage, param_dtype="fp32")
+            backend = DeepSpeedBackend.for_inference(folder, ds=ds, device="cpu")
+            with torch.no_grad():
+                found = backend.forward(batch, temperature=0.6, entropy=True)
+            torch.testing.assert_close(found.logprobs, expected.logprobs)
+            torch.testing.assert_close(found.entropy, expected.entropy)
+            backend.offload()
+            backend.reload()
+            names = [name for name, _ in backend.named_full_parameters()]
+            assert names == [name for name, _ in trained.named_full_parameters()]
+
+
+def test_a_reference_model_answers_alike_whole_and_sharded(models: dict[str, Path]) -> None:
+    worker.run_ranks(_infer, 2, models)
