@@ -12,6 +12,7 @@ from pathlib import Path
 from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
+from openrlhf.config.unbuilt import check_unbuilt_on_gpu
 
 VLLM_MINIMUM = "0.25.1"
 # Distribution names of the engine: on GPUs, and without.
@@ -183,21 +184,18 @@ def check_device(config: TrainingConfig, device: str) -> None:
         raise ConfigError("--ds.param_dtype fp16 cannot be trained on the CPU; take bf16 or fp32.")
     if device == "cpu" and (ds.attn_implementation in KERNEL_MODULES or "/" in ds.attn_implementation):
         raise ConfigError(f"--ds.attn_implementation {ds.attn_implementation} needs a GPU; take auto.")
-    if device == "cuda" and isinstance(config, PPOConfig):
-        for name, asked in (("vllm", config.vllm.enable_sleep), ("ds", ds.enable_sleep)):
-            if asked:
-                raise ConfigError(
-                    f"--{name}.enable_sleep asks for freeing GPU memory in turns, which is not built yet; leave it out."
-                )
+    if device == "cuda":
+        check_unbuilt_on_gpu(config)
 
 
 def device_notes(config: Config, device: str) -> list[str]:
     """Returns: what the device makes of flags that are about GPUs."""
-    if device != "cpu" or not isinstance(config, PPOConfig):
+    if not isinstance(config, PPOConfig):
         return []
     flags = flags_of(type(config))
     idle = [f"--{name}" for name in NO_EFFECT_ON_CPU if flags[name].value(config) != flags[name].default]
-    found = [f"no effect on the CPU: {', '.join(idle)}."] if idle else []
+    found = [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []
     if config.vllm.sync_backend != "shm":
-        found.append(f"--vllm.sync_backend {config.vllm.sync_backend} becomes shared memory on the CPU.")
+        why = "on the CPU" if device == "cpu" else "on GPUs too, until it is built"
+        found.append(f"--vllm.sync_backend {config.vllm.sync_backend} becomes shared memory {why}.")
     return found

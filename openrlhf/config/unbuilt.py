@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from openrlhf.config.commands import Config, PPOConfig, command_of
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.flags import Flag, flags_of
+from openrlhf.config.flags import flags_of
 
 COMMANDS = {
     "train_rm": "reward model training",
@@ -69,10 +69,18 @@ RL_FLAGS = {
     "eval.steps": "evaluation during RL",
 }
 
+# The same on GPUs; on the CPU they have no effect.
+GPU_FLAGS = {
+    "vllm.enable_sleep": "freeing GPU memory in turns",
+    "ds.enable_sleep": "freeing GPU memory in turns",
+    "vllm.sync_backend": "weight transfer other than by shared memory",
+}
+
 # Values besides the default that leave a feature off.
 OFF = {
     "actor.entropy_coef": (0.0,),
     "ckpt.best_metric_key": ("none",),
+    "vllm.sync_backend": ("shm",),
 }
 
 # flag -> values that exist so far, for flags whose default is one of the missing ones.
@@ -88,19 +96,27 @@ def check_unbuilt(config: Config) -> None:
         raise ConfigError(
             f"The command {command} is not built yet: its flags are read, but {COMMANDS[command]} does not exist."
         )
-    flags = flags_of(type(config))
     for name, built in BUILT_CHOICES.items():
-        if name in flags and flags[name].value(config) not in built:
-            value = flags[name].value(config)
-            which = f"{value} (the default)" if value == flags[name].default else value
+        flag = flags_of(type(config)).get(name)
+        if flag is not None and flag.value(config) not in built:
+            value = flag.value(config)
+            which = f"{value} (the default)" if value == flag.default else value
             raise ConfigError(f"--{name} {which} is not built yet; choose one of {', '.join(built)}.")
-    for name, feature in {**FLAGS, **(RL_FLAGS if isinstance(config, PPOConfig) else {})}.items():
-        if name in flags and _is_on(flags[name], config):
-            raise ConfigError(f"--{name} asks for {feature}, which is not built yet; leave the flag out.")
+    _check_off(config, FLAGS | RL_FLAGS if isinstance(config, PPOConfig) else FLAGS)
     if isinstance(config, PPOConfig) and (config.reward.remote_url or "").startswith(("http://", "https://")):
         raise ConfigError("--reward.remote_url: reward servers are not built yet; give a Python file with reward_func.")
 
 
-def _is_on(flag: Flag, config: Config) -> bool:
-    value = flag.value(config)
-    return value != flag.default and value not in OFF.get(flag.name, ())
+def check_unbuilt_on_gpu(config: Config) -> None:
+    """Raises ConfigError for the first flag that asks for something which GPUs cannot do here yet."""
+    _check_off(config, GPU_FLAGS)
+
+
+def _check_off(config: Config, features: dict[str, str]) -> None:
+    flags = flags_of(type(config))
+    for name, feature in features.items():
+        if name not in flags:
+            continue
+        value = flags[name].value(config)
+        if value != flags[name].default and value not in OFF.get(name, ()):
+            raise ConfigError(f"--{name} asks for {feature}, which is not built yet; leave the flag out.")

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config import Config, check, check_device, parse
-from openrlhf.config.flags import Flag
+from openrlhf.config import COMMANDS, Config, check, check_device
+from openrlhf.config.flags import Flag, flags_of
+from openrlhf.config.settings import from_words
 
 RL = {
     "--actor.model_name_or_path": "./model",
@@ -40,25 +41,42 @@ def words(base: dict[str, str], *extra: str) -> list[str]:
 
 
 def rl(*extra: str) -> Config:
-    """Returns: a checked train_ppo_ray config with further flags, of which the last of a name counts."""
-    return checked("train_ppo_ray", words(RL, *extra))
+    """Returns: a checked train_ppo_ray config with further flags."""
+    return checked(built("train_ppo_ray", RL, *extra))
 
 
 def sft(*extra: str) -> Config:
     """Returns: a checked train_sft config with further flags."""
-    return checked("train_sft", words(SFT, *extra))
+    return checked(built("train_sft", SFT, *extra))
 
 
-def checked(command: str, argv: list[str]) -> Config:
-    """Returns: the parsed config, if no check refuses it on a CPU."""
-    config = parse(command, argv, note=lambda text: None)
+def checked(config: Config) -> Config:
+    """Returns: the config, if no check refuses it on a CPU."""
     check(config)
     check_device(config, "cpu")
     return config
 
 
+def built(command: str, base: dict[str, str], *extra: str) -> Config:
+    """Returns: the config of a command line, unchecked, without the time that tyro takes to build one."""
+    flags = flags_of(COMMANDS[command])
+    config = COMMANDS[command]()
+    for setting in from_words(words(base, *extra), flags):
+        config = with_value(config, flags[setting.name], _value(flags[setting.name], setting.words))
+    return config
+
+
+def _value(flag: Flag, given: list[str]) -> Any:
+    if flag.kind is bool:
+        return given == ["True"]
+    if flag.optional and given == ["None"]:
+        return None
+    values = tuple(flag.kind(word) for word in given)
+    return values if flag.nargs else values[0]
+
+
 def with_value(config: Any, flag: Flag, value: Any) -> Any:
-    """Returns: the config with one flag's value replaced, without the time that parsing takes."""
+    """Returns: the config with one flag's value replaced."""
 
     def replaced(node: Any, path: tuple[str, ...]) -> Any:
         name, rest = path[0], path[1:]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf.config import ConfigError, notes, parse
+from openrlhf.config import ConfigError, notes
 from openrlhf.config.checks_rl import check_rl
 from openrlhf.config.checks_training import check_training
 from openrlhf.config.notes import batch_notes
-from tests.unit.config_args import RL, SFT, checked, environment, make_files, rl, sft, words
+from tests.unit.config_args import RL, SFT, built, checked, environment, make_files, rl, sft
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +27,13 @@ def refusal(make, *extra: str) -> str:
 def refusal_of_rl_alone(*extra: str) -> str:
     """The sentence of the RL checks, features that do not exist yet included."""
     with pytest.raises(ConfigError) as caught:
-        check_rl(parse("train_ppo_ray", words(RL, *extra)))
+        check_rl(built("train_ppo_ray", RL, *extra))
     return str(caught.value)
 
 
 def refusal_of_training_alone(*extra: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_training(parse("train_sft", words(SFT, *extra)))
+        check_training(built("train_sft", SFT, *extra))
     return str(caught.value)
 
 
@@ -56,7 +56,7 @@ def test_group_estimator_with_one_sample_is_refused(estimator):
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce"])
 def test_estimator_without_groups_takes_one_sample(estimator):
-    check_rl(parse("train_ppo_ray", words(RL, "--algo.advantage.estimator", estimator)))
+    check_rl(built("train_ppo_ray", RL, "--algo.advantage.estimator", estimator))
 
 
 def test_optimizer_step_larger_than_a_rollout_is_refused():
@@ -132,10 +132,10 @@ def test_colocated_critic_and_reward_model_must_be_of_one_size():
     extra = ["--algo.advantage.estimator", "gae", "--reward.model_name_or_path", "rm", "--train.colocate_critic_reward"]
     base = {name: value for name, value in RL.items() if name != "--reward.remote_url"}
     with pytest.raises(ConfigError, match="--train.colocate_critic_reward needs groups of one size"):
-        check_rl(parse("train_ppo_ray", words(base, *extra, "--critic.num_gpus_per_node", "2")))
-    check_rl(parse("train_ppo_ray", words(base, *extra)))
+        check_rl(built("train_ppo_ray", base, *extra, "--critic.num_gpus_per_node", "2"))
+    check_rl(built("train_ppo_ray", base, *extra))
     # Without a critic or a reward model there is nothing to place.
-    check_rl(parse("train_ppo_ray", words(RL, "--train.colocate_critic_reward", "--critic.num_gpus_per_node", "2")))
+    check_rl(built("train_ppo_ray", RL, "--train.colocate_critic_reward", "--critic.num_gpus_per_node", "2"))
 
 
 @pytest.mark.parametrize("group", ["vllm", "ds"])
@@ -153,7 +153,7 @@ def test_oversampling_needs_asynchronous_training():
     assert "--rollout.vllm_generate_batch_size 2048" in message and "--train.async_enable" in message
     assert "less than" in refusal_of_rl_alone("--rollout.vllm_generate_batch_size", "8")
     more = ["--rollout.vllm_generate_batch_size", "2048", "--train.async_enable"]
-    check_rl(parse("train_ppo_ray", words(RL, *more)))
+    check_rl(built("train_ppo_ray", RL, *more))
 
 
 def test_partial_rollouts_need_asynchronous_training():
@@ -167,7 +167,7 @@ def test_engines_that_never_rest_cannot_sleep():
 
 def test_asynchronous_colocation_leaves_the_engines_apart():
     extra = ["--train.colocate_all", "--train.async_enable", "--vllm.num_engines", "3"]
-    check_rl(parse("train_ppo_ray", words(RL, *extra)))
+    check_rl(built("train_ppo_ray", RL, *extra))
 
 
 # Algorithm
@@ -187,7 +187,7 @@ def test_target_for_a_kl_that_is_off_is_refused():
 def test_rollout_correction_wants_the_whole_distribution():
     message = refusal_of_rl_alone("--algo.advantage.is_correction_enable", "--rollout.top_p", "0.9")
     assert "--rollout.top_p 0.9" in message
-    check_rl(parse("train_ppo_ray", words(RL, "--algo.advantage.is_correction_enable")))
+    check_rl(built("train_ppo_ray", RL, "--algo.advantage.is_correction_enable"))
     rl("--rollout.top_p", "0.9")
 
 
@@ -204,7 +204,7 @@ def test_filtering_needs_groups():
 def test_rewards_come_from_one_source():
     base = {name: value for name, value in RL.items() if name != "--reward.remote_url"}
     with pytest.raises(ConfigError, match="No reward: give --reward.remote_url"):
-        check_rl(parse("train_ppo_ray", words(base)))
+        check_rl(built("train_ppo_ray", base))
     assert "keep one" in refusal_of_rl_alone("--train.agent_func_path", "a.py")
     assert "(.py) or an http address, found 'reward'" in refusal(rl, "--reward.remote_url", "reward")
 
@@ -256,9 +256,9 @@ def test_evaluation_steps_need_something_to_evaluate_on():
 def test_a_response_to_train_on_must_be_named():
     base = {name: value for name, value in SFT.items() if name != "--data.output_key"}
     with pytest.raises(ConfigError, match="--data.output_key is missing"):
-        checked("train_sft", words(base))
-    checked("train_sft", words(base, "--data.apply_chat_template"))
-    checked("train_sft", words(base, "--model.pretrain_mode_enable"))
+        checked(built("train_sft", base))
+    checked(built("train_sft", base, "--data.apply_chat_template"))
+    checked(built("train_sft", base, "--model.pretrain_mode_enable"))
 
 
 def test_multiturn_needs_a_chat_template_and_answers():

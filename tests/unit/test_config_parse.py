@@ -8,6 +8,7 @@ import pytest
 
 from openrlhf.config import COMMANDS, ConfigError, parse, resolve, to_flags_yaml
 from openrlhf.config.flags import flags_of
+from tests.unit.config_args import RL, SFT, built, words
 
 
 def rl(*words: str, notes: list[str] | None = None):
@@ -288,3 +289,9 @@ def test_notes_are_printed_by_one_rank_only(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     parse("train_rm", ["--chosen_key", "c"])
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("command", "base"), [("train_ppo_ray", RL), ("train_sft", SFT)])
+def test_configs_that_other_tests_build_are_those_that_parsing_gives(command, base):
+    extra = ["--ds.no_packing_samples", "--ds.lora.target_modules", "a", "b", "--ds.grad_accum_dtype", "None"]
+    assert built(command, base, *extra) == parse(command, words(base, *extra))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.config import parse
+from openrlhf.config import command_of, parse
 
 TEXT = (Path(__file__).parents[1] / "data/spec_commands.txt").read_text()
 BLOCKS = TEXT.split("\n====\n")
@@ -56,7 +56,7 @@ def test_all_printed_commands_and_their_options_are_here():
     ("command", "words"), COMMANDS + OPTIONS, ids=lambda value: value if isinstance(value, str) else value[-1]
 )
 def test_printed_command_parses(command, words):
-    quiet(command, words)
+    assert command_of(quiet(command, words)) == command
 
 
 def test_printed_sft_command_means_what_it_says():

@@ -6,7 +6,7 @@ import pytest
 
 from openrlhf.config import ConfigError, check, check_device, checks_system, device_notes, known_device, parse
 from openrlhf.config.checks_system import check_kernel, check_vllm, detect_device, installed_vllm, visible_gpus
-from tests.unit.config_args import RL, environment, make_files, rl, sft, words
+from tests.unit.config_args import RL, built, environment, make_files, rl, sft
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_path_that_is_not_there_is_named(extra, said):
 
 
 def test_hub_name_is_not_taken_for_a_path():
-    rl("--actor.model_name_or_path", "Qwen/Qwen3-0.6B")
+    assert rl("--actor.model_name_or_path", "Qwen/Qwen3-0.6B").actor.model_name_or_path == "Qwen/Qwen3-0.6B"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_reward_file_without_its_function_is_refused(tmp_path, text, said):
 )
 def test_reward_function_may_be_made_in_any_way(tmp_path, text):
     (tmp_path / "good.py").write_text(text)
-    rl("--reward.remote_url", "good.py")
+    assert rl("--reward.remote_url", "good.py").reward.remote_url == "good.py"
 
 
 def test_device_is_told_without_torch(monkeypatch):
@@ -143,8 +143,16 @@ def test_gpu_flags_are_named_once_on_the_cpu_and_not_refused():
     assert device_notes(sft(), "cpu") == []
 
 
-def test_sleep_on_gpus_is_refused_until_it_exists():
-    config = parse("train_ppo_ray", words(RL, "--train.colocate_all", "--vllm.enable_sleep"))
+@pytest.mark.parametrize("extra", [["--vllm.enable_sleep"], ["--ds.enable_sleep"], ["--vllm.sync_backend", "ipc"]])
+def test_what_gpus_cannot_do_yet_is_refused_there(extra):
+    config = built("train_ppo_ray", RL, "--train.colocate_all", *extra)
     check(config)
-    with pytest.raises(ConfigError, match="--vllm.enable_sleep .*not built yet"):
+    with pytest.raises(ConfigError, match=f"{extra[0]} .*not built yet"):
         check_device(config, "cuda")
+
+
+def test_weights_go_through_shared_memory_on_gpus_too():
+    check_device(rl(), "cuda")
+    (note,) = device_notes(rl("--vllm.gpu_memory_utilization", "0.5"), "cuda")
+    assert note.startswith("--vllm.sync_backend nccl becomes shared memory on GPUs too")
+    check_device(rl("--vllm.sync_backend", "shm"), "cuda")

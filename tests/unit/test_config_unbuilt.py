@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf.config import COMMANDS, ConfigError, check, parse, unbuilt
+from openrlhf.config import COMMANDS, ConfigError, check, unbuilt
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.unbuilt import check_unbuilt
-from tests.unit.config_args import RL, SFT, make_files, rl, with_value, words
+from tests.unit.config_args import RL, SFT, built, make_files, rl, with_value
 
 BASE = {"train_sft": SFT, "train_ppo_ray": RL}
 
@@ -27,7 +27,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain():
-    return {command: parse(command, words(base)) for command, base in BASE.items()}
+    return {command: built(command, base) for command, base in BASE.items()}
 
 
 def other_value(flag: Flag):
@@ -50,19 +50,20 @@ def test_flag_of_a_missing_feature_is_refused_by_name(command, name, plain):
 
 def test_every_flag_of_the_tables_exists():
     names = {name for tree in COMMANDS.values() for name in flags_of(tree)}
-    assert set(unbuilt.FLAGS) | set(unbuilt.RL_FLAGS) | set(unbuilt.OFF) | set(unbuilt.BUILT_CHOICES) <= names
+    tables = (unbuilt.FLAGS, unbuilt.RL_FLAGS, unbuilt.GPU_FLAGS, unbuilt.OFF, unbuilt.BUILT_CHOICES)
+    assert {name for table in tables for name in table} <= names
 
 
 @pytest.mark.parametrize("command", unbuilt.COMMANDS)
 def test_command_that_does_not_exist_yet_says_so(command):
     with pytest.raises(ConfigError, match=f"{command} is not built yet"):
-        check(parse(command, []))
+        check(COMMANDS[command]())
 
 
 def test_default_estimator_is_refused_with_those_that_exist():
     base = {name: value for name, value in RL.items() if name != "--algo.advantage.estimator"}
     with pytest.raises(ConfigError) as caught:
-        check(parse("train_ppo_ray", words(base)))
+        check(built("train_ppo_ray", base))
     assert str(caught.value) == (
         "--algo.advantage.estimator gae (the default) is not built yet; choose one of reinforce, reinforce_baseline, "
         "rloo, group_norm, dr_grpo."
@@ -92,4 +93,4 @@ def test_reward_server_is_refused():
     ],
 )
 def test_value_that_leaves_a_feature_off_is_accepted(extra):
-    rl(*extra)
+    assert rl(*extra).algo.advantage.estimator == "reinforce"

@@ -9,7 +9,7 @@ import pytest
 from openrlhf.config import COMMANDS, ConfigError, parse
 from openrlhf.config.checks_values import RANGES, check_values, range_of
 from openrlhf.config.flags import flags_of
-from tests.unit.config_args import with_value
+from tests.unit.config_args import built, with_value
 
 NUMBERS = {
     f"{command} --{flag.name}": (command, flag)
@@ -75,7 +75,7 @@ def test_not_a_number_is_refused_everywhere(key):
     ],
 )
 def test_number_outside_its_range_is_refused_with_flag_and_value(flag, values):
-    config = parse("train_ppo_ray", [f"--{flag}", *values.split()])
+    config = built("train_ppo_ray", {}, f"--{flag}", *values.split())
 
     with pytest.raises(ConfigError, match=f"--{flag} must be") as caught:
         check_values(config)
@@ -88,7 +88,7 @@ def test_number_outside_its_range_is_refused_with_flag_and_value(flag, values):
 @pytest.mark.parametrize("values", ["2 1", "1 1"])
 def test_low_number_must_lie_below_the_high_one(flag, values):
     with pytest.raises(ConfigError, match=f"--{flag} takes a low and a higher number"):
-        check_values(parse("train_ppo_ray", [f"--{flag}", *values.split()]))
+        check_values(built("train_ppo_ray", {}, f"--{flag}", *values.split()))
 
 
 def test_lower_clip_may_be_wider_than_the_upper_one():
