@@ -1,0 +1,157 @@
+"""The quickstart: a small model learns to add, by the same two commands that train any other model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from openrlhf.config.quickstart import (
+    DEMONSTRATIONS,
+    MAX_PROMPTS,
+    RL_PROMPTS_PER_STEP,
+    SFT_BATCH,
+    QuickstartConfig,
+)
+from openrlhf.tracking.progress import duration
+from openrlhf.tracking.report import HTML_FILE
+from openrlhf.trainer import quickstart_reward
+from openrlhf.trainer.quickstart_task import LIMIT, Splits, accuracy, make_model, make_problems, write_problems
+
+RESULT_FILE = "quickstart.json"
+GOAL = 0.9
+
+
+class CommandFailed(RuntimeError):
+    """A command of the quickstart ended with an error, which it has printed itself."""
+
+
+class Folders:
+    """Where everything lies below the output folder."""
+
+    def __init__(self, output_dir: str) -> None:
+        self.root = Path(output_dir).absolute()
+        self.data = self.root / "data"
+        self.start = self.root / "model"
+        self.sft = self.root / "sft"
+        self.rl = self.root / "rl"
+        self.reward = self.root / "reward_func.py"
+
+
+def run(config: QuickstartConfig) -> None:
+    """Makes data and model, runs SFT and RL, and says how well the model adds before and after.
+
+    Raises:
+        CommandFailed: one of the two commands failed.
+    """
+    start = time.monotonic()
+    at = Folders(config.output_dir)
+    at.data.mkdir(parents=True, exist_ok=True)
+    splits = _make_inputs(config, at)
+    right = {"untrained": _test(at.start, splits)}
+    _say(f"2/3 SFT on {len(splits.demonstrations)} worked examples")
+    _command("train_sft", sft_flags(config, at))
+    right["after SFT"] = _test(at.sft, splits)
+    _say(f"3/3 RL on {config.num_prompts} prompts: no worked examples, only a reward for the right answer")
+    _command("train_ppo_ray", rl_flags(config, at))
+    right["after RL"] = _test(at.rl, splits)
+    (at.root / RESULT_FILE).write_text(json.dumps({"held_out_accuracy": right}, indent=2) + "\n")
+    _say(f"done in {duration(time.monotonic() - start)}")
+    print(f"held-out accuracy on {len(splits.held_out)} sums that training never saw")
+    for name, share in right.items():
+        print(f"  {name:<10} {share:6.1%}")
+    print(f"report          {at.rl / HTML_FILE}  (SFT: {at.sft / HTML_FILE})")
+    print(f"exported model  {at.rl}  (a Hugging Face folder)", flush=True)
+
+
+def sft_flags(config: QuickstartConfig, at: Folders) -> list[str]:
+    """The flags of ``train_sft``."""
+    return [
+        *("--model.model_name_or_path", str(at.start)),
+        *("--data.dataset", str(at.data / "demonstrations.jsonl")),
+        *("--data.input_key", "question"),
+        *("--data.output_key", "answer"),
+        "--data.apply_chat_template",
+        *("--data.max_len", "32"),
+        *("--train.batch_size", str(SFT_BATCH)),
+        *("--train.micro_batch_size", str(SFT_BATCH)),
+        *("--train.max_epochs", str(config.sft_epochs)),
+        *("--train.seed", str(config.seed)),
+        *("--adam.lr", "2e-3"),
+        *("--ds.zero_stage", "0"),
+        *("--ds.param_dtype", "fp32"),
+        *("--ckpt.output_dir", str(at.sft)),
+        *("--logger.logging_steps", "10"),
+    ]
+
+
+def rl_flags(config: QuickstartConfig, at: Folders) -> list[str]:
+    """The flags of ``train_ppo_ray``."""
+    samples = 8
+    return [
+        *("--actor.model_name_or_path", str(at.sft)),
+        *("--actor.num_gpus_per_node", "1"),
+        *("--actor.adam.lr", "3e-4"),
+        *("--actor.lr_scheduler", "constant_with_warmup"),
+        *("--algo.advantage.estimator", "reinforce_baseline"),
+        *("--algo.kl.init_coef", "0"),
+        *("--reward.remote_url", str(at.reward)),
+        *("--data.prompt_dataset", str(at.data / "prompts.jsonl")),
+        *("--data.input_key", "question"),
+        *("--data.label_key", "answer"),
+        "--data.apply_chat_template",
+        *("--data.max_len", "32"),
+        *("--rollout.batch_size", str(RL_PROMPTS_PER_STEP)),
+        *("--rollout.n_samples_per_prompt", str(samples)),
+        *("--rollout.max_new_tokens", "6"),
+        *("--rollout.save_samples", "64"),
+        *("--train.batch_size", str(RL_PROMPTS_PER_STEP * samples)),
+        "--train.dynamic_batch_enable",
+        *("--train.max_tokens_per_gpu", "8192"),
+        *("--train.num_episodes", str(config.rl_episodes)),
+        *("--train.seed", str(config.seed)),
+        *("--ds.zero_stage", "0"),
+        *("--ds.param_dtype", "fp32"),
+        *("--vllm.num_engines", "1"),
+        *("--ckpt.output_dir", str(at.rl)),
+    ]
+
+
+def _make_inputs(config: QuickstartConfig, at: Folders) -> Splits:
+    splits = make_problems(demonstrations=DEMONSTRATIONS, held_out=LIMIT * LIMIT - MAX_PROMPTS, seed=config.seed)
+    write_problems(at.data / "demonstrations.jsonl", splits.demonstrations)
+    write_problems(at.data / "prompts.jsonl", splits.prompts[: config.num_prompts])
+    write_problems(at.data / "held_out.jsonl", splits.held_out)
+    shutil.copyfile(quickstart_reward.__file__, at.reward)
+    parameters = make_model(at.start, seed=config.seed)
+    _say(
+        f"1/3 sums of two numbers below {LIMIT}, and a model of {parameters / 1e6:.1f} million parameters, in {at.root}"
+    )
+    return splits
+
+
+def _test(folder: Path, splits: Splits) -> float:
+    share = accuracy(folder, splits.held_out)
+    print(f"held-out accuracy of {folder.name}: {share:.1%}", flush=True)
+    return share
+
+
+def _command(name: str, flags: list[str]) -> None:
+    """Runs a command as a user would, and shows its line.
+
+    Raises: CommandFailed.
+    """
+    pairs = [shlex.quote(flag) if flag.startswith("--") else f" {shlex.quote(flag)}" for flag in flags]
+    lines = "".join(f" \\\n    {part}" if part.startswith("--") else part for part in pairs)
+    print(f"$ python -m openrlhf.cli.{name}{lines}", flush=True)
+    done = subprocess.run([sys.executable, "-m", f"openrlhf.cli.{name}", *flags])
+    if done.returncode:
+        raise CommandFailed(f"{name} ended with status {done.returncode}; what it said last stands above")
+
+
+def _say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
