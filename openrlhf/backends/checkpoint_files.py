@@ -53,9 +53,9 @@ class _RecordingSaver:
             except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
                 self.error = error
 
-    def save(self, state: Any, path: str) -> None:
+    def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for every file."""
-        self.attempt(self.inner.save, state, path)
+        self.attempt(self.inner.save, state_dict, path)
 
 
 @contextmanager
