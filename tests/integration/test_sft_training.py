@@ -1,0 +1,169 @@
+"""SFT against a plain PyTorch loop, and against itself after a stop: real DeepSpeed over gloo, one and two ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.config import ConfigError
+from tests.integration import sft_worker as worker
+from tests.integration.backend_worker import run_ranks
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sft")
+    return {
+        "model": make_tiny_model(folder / "model", "qwen3", tie=False),
+        "data": worker.write_data(folder / "train.jsonl"),
+        "held_out": worker.write_data(folder / "held_out.jsonl", rows=7, seed=2),
+    }
+
+
+def _train_every_way(folder: Path, inputs: dict[str, Path], expected: dict[str, Any]) -> None:
+    cases: list[dict[str, Any]] = [
+        {"ds": {"zero_stage": 0}},
+        {"ds": {"zero_stage": 1}},
+        {"ds": {"zero_stage": 2}},
+        {"ds": {"zero_stage": 3}},
+        {"ds": {"zero_stage": 2, "packing_samples": False}},
+        {"train": {"micro_batch_size": 1}},
+        {"train": {"micro_batch_size": 64}, "model": {"gradient_checkpointing_enable": True}},
+    ]
+    for number, changes in enumerate(cases):
+        changes = {"eval": {"dataset": str(inputs["held_out"]), "steps": 4}, **changes}
+        config = worker.make_config(folder / str(number), inputs["model"], inputs["data"], **changes)
+        backend = worker.train_in_place(config)
+        assert backend.unmoved_parameters() == [], changes
+        if backend.rank:
+            continue
+        lines = worker.metrics_of(config)
+        assert [line["step"] for line in lines] == list(range(1, worker.STEPS + 1))
+        for line, wanted in zip(lines, expected["lines"], strict=True):
+            for name, value in wanted.items():
+                assert line[name] == pytest.approx(value, rel=1e-6, abs=1e-6), (changes, name)
+            assert ("loss/eval" in line) == (line["step"] in (4, worker.STEPS))
+        assert lines[-1]["loss/eval"] == pytest.approx(expected["loss/eval"], rel=1e-5), changes
+        weights = worker.exported(config.ckpt.output_dir)
+        assert worker.largest_difference(weights, expected["weights"]) <= 1e-6, changes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_way_to_deal_out_rows_takes_the_steps_of_a_plain_pytorch_loop(
+    inputs: dict[str, Path], ranks: int, tmp_path: Path
+) -> None:
+    expected = worker.plain_training(inputs["model"], inputs["data"])
+    assert all(line["actor/grad_norm"] > 0.5 for line in expected["lines"]), "the clip has to be active"
+    model = AutoModelForCausalLM.from_pretrained(inputs["model"], dtype=torch.float32)
+    model.load_state_dict(expected["weights"])
+    expected["loss/eval"] = worker.mean_loss(model, worker.plain_rows(inputs["model"], inputs["held_out"]))
+    run_ranks(_train_every_way, ranks, tmp_path, inputs, expected)
+
+
+def _stop_and_resume(folder: Path, inputs: dict[str, Path]) -> None:
+    from openrlhf.backends.distributed import raise_if_any
+
+    for stage, dtype in ((2, "fp32"), (3, "bf16")):
+        config = worker.make_config(
+            folder / f"{stage}",
+            inputs["model"],
+            inputs["data"],
+            ds={"zero_stage": stage, "param_dtype": dtype},
+            ckpt={"save_steps": 2, "max_num": 9, "save_hf": True, "load_enable": True},
+        )
+        backend = worker.train_in_place(config)
+        whole, lines = worker.exported(config.ckpt.output_dir), worker.metrics_of(config)
+        states = Path(config.ckpt.path)
+        raise_if_any("reading", None)  # all ranks have read before one removes
+        if backend.rank == 0:
+            assert sorted(path.name for path in states.iterdir()) == [
+                *(f"global_step{step}{kind}" for step in (2, 4, 6) for kind in ("", "_hf")),
+                "latest",
+            ]
+            _check_checkpoint(states, config.ckpt.output_dir)
+            # As if the run had been stopped in the middle of the first epoch, before its end.
+            for step in (4, 6):
+                shutil.rmtree(states / f"global_step{step}")
+        raise_if_any("removing", None)
+        worker.train_in_place(config)
+        assert worker.metrics_of(config) == lines
+        resumed = worker.exported(config.ckpt.output_dir)
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def _check_checkpoint(states: Path, output_dir: str) -> None:
+    for step in (2, 4, 6):
+        assert (states / f"global_step{step}" / "config.yaml").read_text().startswith("trust_remote_code")
+        AutoTokenizer.from_pretrained(states / f"global_step{step}_hf")
+    last = worker.exported(states / "global_step6_hf")
+    assert worker.largest_difference(worker.exported(output_dir), last) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_goes_on_bit_for_bit_as_if_it_had_not_been_stopped(
+    inputs: dict[str, Path], ranks: int, tmp_path: Path
+) -> None:
+    run_ranks(_stop_and_resume, ranks, tmp_path, inputs)
+
+
+def _refuse_wrong_resumes(folder: Path, inputs: dict[str, Path]) -> None:
+    first = worker.make_config(folder, inputs["model"], inputs["data"], ckpt={"save_steps": 2})
+    worker.train_in_place(first)
+    for group, change, message in (
+        ("train", {"batch_size": 22}, "steps an epoch.*--train.batch_size"),
+        ("train", {"seed": 5}, "seed 11, this run has 5"),
+        ("data", {"max_samples": 20}, "num_items 22, this run has 20"),
+    ):
+        changes = {group: change, "ckpt": {"load_enable": True, **(change if group == "ckpt" else {})}}
+        config = worker.make_config(folder, inputs["model"], inputs["data"], **changes)
+        with pytest.raises(ConfigError, match=message):
+            worker.train_in_place(config)
+    nothing = worker.make_config(folder / "new", inputs["model"], inputs["data"], ckpt={"load_enable": True})
+    worker.train_in_place(nothing)
+    assert len(worker.metrics_of(nothing)) == worker.STEPS
+    only_hf = {"save_steps": 3, "save_hf": True, "disable_ds": True}
+    config = worker.make_config(folder / "hf", inputs["model"], inputs["data"], ckpt=only_hf)
+    worker.train_in_place(config)
+    assert sorted(path.name for path in Path(config.ckpt.path).iterdir()) == ["global_step3_hf", "global_step6_hf"]
+
+
+def test_states_of_other_data_are_refused_and_missing_or_unwanted_ones_are_no_obstacle(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(_refuse_wrong_resumes, 1, tmp_path, inputs)
+
+
+def _check_export(folder: Path, inputs: dict[str, Path]) -> None:
+    from openrlhf.data.packed_batch import pack_rows
+
+    config = worker.make_config(folder, inputs["model"], inputs["data"])
+    backend = worker.train_in_place(config)
+    rows = worker.plain_rows(inputs["model"], inputs["data"])[:3]
+    batch = pack_rows([ids for ids, _ in rows], [torch.tensor(mask) for _, mask in rows])
+    with torch.no_grad():
+        ours = backend.forward(batch).logprobs[batch.action_mask]
+    model = AutoModelForCausalLM.from_pretrained(config.ckpt.output_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(config.ckpt.output_dir)
+    theirs = []
+    for ids, mask in rows:
+        assert tokenizer.decode(ids) == AutoTokenizer.from_pretrained(inputs["model"]).decode(ids)
+        logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        theirs += [logits[place - 1, ids[place]] for place, trained in enumerate(mask) if trained]
+    assert torch.allclose(ours, torch.stack(theirs), atol=1e-5)
+    out = Path(config.ckpt.output_dir)
+    assert "Supervised fine-tuning" in (out / "report.html").read_text()
+    assert (out / "report.png").stat().st_size > 0
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["throughput/tokens_per_s"] > 0
+
+
+def test_the_exported_model_answers_in_plain_transformers_as_it_did_in_training(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(_check_export, 1, tmp_path, inputs)
