@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -237,6 +238,8 @@ def prepare_process(device: str, *, bars: bool) -> None:
     os.environ.setdefault("DS_ACCELERATOR", device)
     if not bars:
         transformers.utils.logging.disable_progress_bar()
+    # DeepSpeed calls collectives by names that torch is about to change, and is warned of each call.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def make_deterministic() -> None:

@@ -1,0 +1,155 @@
+"""The train_sft command as users start it: alone, under deepspeed and under torchrun; stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from openrlhf.tracking.jsonl import read_jsonl
+from tests.integration.sft_worker import exported, largest_difference
+from tests.tiny_models import make_tiny_model
+
+BIN = Path(sys.executable).parent
+ALONE = [sys.executable, "-m", "openrlhf.cli.train_sft"]
+DEEPSPEED = [str(BIN / "deepspeed"), "--num_gpus", "2", "--module", "openrlhf.cli.train_sft"]
+TORCHRUN = [str(BIN / "torchrun"), "--nproc_per_node", "2", "-m", "openrlhf.cli.train_sft"]
+ROOT = Path(__file__).parents[2]
+EPOCHS, STEPS = 10, 30
+TIMEOUT_S = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and conversations of two assistant turns."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_tiny_model(folder / "model", "qwen2")
+    rng = random.Random(0)
+    with (folder / "talks.jsonl").open("w") as file:
+        for _ in range(22):
+            a, b = rng.randint(0, 99), rng.randint(0, 99)
+            turns = [("user", f"{a} + {b}"), ("assistant", str(a + b)), ("user", "again"), ("assistant", str(a + b))]
+            file.write(json.dumps({"talk": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    return folder
+
+
+def flags(folder: Path, name: str) -> list[str]:
+    pairs = {
+        "model.model_name_or_path": folder / "model",
+        "data.dataset": folder / "talks.jsonl",
+        "data.input_key": "talk",
+        "train.batch_size": 8,
+        "train.micro_batch_size": 2,
+        "train.max_epochs": EPOCHS,
+        "ds.param_dtype": "fp32",
+        "adam.lr": 1e-3,
+        "adam.eps": 1e-5,
+        "ckpt.output_dir": folder / name,
+        "ckpt.path": folder / f"{name}_states",
+        "ckpt.save_steps": 10,
+        "logger.logging_steps": 5,
+    }
+    words = ["--data.apply_chat_template", "--data.multiturn", "--ckpt.load_enable", "--device", "cpu"]
+    return words + [word for flag, value in pairs.items() for word in (f"--{flag}", str(value))]
+
+
+def start(command: list[str], words: list[str], port: int) -> subprocess.Popen:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    if command != ALONE:
+        command = [command[0], f"--master_port={port}", *command[1:]]
+    return subprocess.Popen(
+        [*command, *words],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_after_checkpoint(process: subprocess.Popen, checkpoint: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while not (checkpoint / "complete").exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, f"{checkpoint} was not written in {TIMEOUT_S} s"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss/train"]) for line in read_jsonl(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> str:
+    """What the command printed, run to the end in one process."""
+    trackers = ["--logger.tensorboard_dir", str(folder / "tensorboard"), "--logger.wandb.key", "offline"]
+    return finish(start(ALONE, flags(folder, "alone") + trackers, 0))
+
+
+def test_one_process_trains_and_leaves_model_tokenizer_metrics_and_report(folder: Path, alone: str) -> None:
+    out = folder / "alone"
+    assert "training data: 22 rows" in alone and "step 30/30" in alone and "report.html" in alone
+    assert [step for step, _ in losses(out)] == [5, 10, 15, 20, 25, 30]
+    assert losses(out)[-1][1] < losses(out)[0][1] - 1
+    assert AutoTokenizer.from_pretrained(out).chat_template
+    assert "multiturn: true" in (out / "config.yaml").read_text()
+    assert (out / "report.html").exists() and (out / "report.png").exists()
+    assert list((folder / "tensorboard").rglob("events.*"))
+    assert list((out / "wandb").glob("offline-run-*"))
+    assert sorted(path.name for path in (folder / "alone_states").iterdir()) == [
+        "global_step10",
+        "global_step20",
+        "global_step30",
+        "latest",
+    ]
+
+
+def test_two_ranks_of_torchrun_killed_and_resumed_under_deepspeed_learn_what_one_process_learns(
+    folder: Path, alone: str
+) -> None:
+    """Sums over ranks round differently, so the runs agree closely and not to the bit."""
+    states = folder / "pair_states"
+    kill_after_checkpoint(start(TORCHRUN, flags(folder, "pair"), 29611), states / "global_step10")
+    assert not (folder / "pair" / "model.safetensors").exists()
+    output = finish(start(DEEPSPEED, flags(folder, "pair"), 29612))
+    assert "going on after step" in output
+    assert [step for step, _ in losses(folder / "pair")] == [5, 10, 15, 20, 25, 30]
+    for (_, pair), (_, single) in zip(losses(folder / "pair"), losses(folder / "alone"), strict=True):
+        assert pair == pytest.approx(single, abs=1e-4)
+    assert largest_difference(exported(folder / "pair"), exported(folder / "alone")) < 1e-4
+
+
+def test_one_process_killed_and_resumed_ends_bit_for_bit_where_an_unbroken_run_does(folder: Path, alone: str) -> None:
+    states = folder / "broken_states"
+    kill_after_checkpoint(start(ALONE, flags(folder, "broken"), 0), states / "global_step10")
+    assert not (folder / "broken" / "model.safetensors").exists()
+    finish(start(ALONE, flags(folder, "broken"), 0))
+    assert losses(folder / "broken") == losses(folder / "alone")
+    resumed, whole = exported(folder / "broken"), exported(folder / "alone")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
