@@ -67,6 +67,7 @@ FLAGS = {
 RL_FLAGS = {
     "eval.dataset": "evaluation during RL",
     "eval.steps": "evaluation during RL",
+    "vllm.tensor_parallel_size": "tensor parallel engines",
 }
 
 # The same on GPUs; on the CPU they have no effect.

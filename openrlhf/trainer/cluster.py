@@ -12,7 +12,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from openrlhf.config import PPOConfig
+from openrlhf.config import PPOConfig, check_device, device_notes, known_device
+from openrlhf.config.parse import print_note
 from openrlhf.utils.errors import RunError
 
 WORKER_ENV = {
@@ -34,35 +35,41 @@ def worker_env(user_env: Mapping[str, str], defaults: Mapping[str, str] = WORKER
     return {name: user_env.get(name, value) for name, value in defaults.items()}
 
 
-def start_ray(*, logical_cpus: int, env: Mapping[str, str]) -> bool:
+def start_ray(*, logical_cpus: int) -> bool:
     """Joins the cluster that the environment names, or starts a local one.
 
-    A job that was submitted to a cluster, and a process that has called ``ray.init`` before, are left as they are.
+    A Ray that this process has joined before is left as it is.
 
     Args:
         logical_cpus: places that the run asks for; a local Ray gets at least so many, whatever the machine has.
-        env: variables of every worker.
 
     Returns:
         True where Ray was started or joined here, and is therefore ours to leave.
     """
     if ray.is_initialized():
         return False
-    runtime_env = {"env_vars": dict(env)}
     # Ray would hide the GPUs from workers that ask for none, and says in a warning that it will stop doing so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(runtime_env=runtime_env, logging_level="ERROR")
+        ray.init(logging_level="ERROR")
         return True
     ray.init(
         address="local",
         num_cpus=max(logical_cpus, os.cpu_count() or 1),
         include_dashboard=False,
-        runtime_env=runtime_env,
         logging_level="ERROR",
         object_store_memory=_object_store_bytes(),
     )
     return True
+
+
+def _cpu_env() -> dict[str, str]:
+    # vLLM binds each engine's threads to cores of its own, and trainers could not use those in their turn.
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+    }
 
 
 def _object_store_bytes() -> int | None:
@@ -74,11 +81,23 @@ def _object_store_bytes() -> int | None:
 
 
 @contextlib.contextmanager
-def ray_session(*, logical_cpus: int, env: Mapping[str, str]) -> Iterator[None]:
-    """Ray for the time of a run."""
-    ours = start_ray(logical_cpus=logical_cpus, env=env)
+def ray_session(config: PPOConfig) -> Iterator[str]:
+    """Ray for the time of a run. Yields: "cuda" or "cpu", what the run's models stand on.
+
+    Raises:
+        ConfigError: the device cannot do what the flags ask for.
+    """
+    ours = start_ray(logical_cpus=sum(role_sizes(config).values()) + 1)
     try:
-        yield
+        device = config.device
+        if device == "auto":
+            device = "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
+        if known_device(config) is None:
+            # Only the cluster could tell the device, so what depends on it was not checked at the start.
+            check_device(config, device)
+            for note in device_notes(config, device):
+                print_note(note)
+        yield device
     finally:
         if ours:
             ray.shutdown()
@@ -92,17 +111,22 @@ class Place:
         group: Ray's placement group.
         bundle: index in it.
         share: part of the bundle's accelerator, or of its CPU, that the worker takes.
+        on_gpu: whether the bundle has a GPU.
     """
 
     group: PlacementGroup
     bundle: int
     share: float
+    on_gpu: bool
 
-    def options(self, on_gpu: bool) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Returns: the options of the worker's actor."""
+        env = worker_env(os.environ) if self.on_gpu else worker_env(os.environ, WORKER_ENV | _cpu_env())
         return {
             "num_cpus": self.share,
-            "num_gpus": self.share if on_gpu else 0,
+            "num_gpus": self.share if self.on_gpu else 0,
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": env},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=self.bundle
             ),
@@ -149,5 +173,5 @@ def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
                 "--vllm.num_engines, or share places with --train.colocate_all"
             ) from error
         for role in roles:
-            places[role] = [Place(group, index, 1.0 / len(roles)) for index in range(sizes[role])]
+            places[role] = [Place(group, index, 1.0 / len(roles), on_gpu) for index in range(sizes[role])]
     return places

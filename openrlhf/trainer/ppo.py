@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import ray
-import torch
 
 from openrlhf.config import PPOConfig, to_flags_yaml
 from openrlhf.config.errors import ConfigError
@@ -18,7 +17,7 @@ from openrlhf.rollout.actor import AgentSpec, RolloutActor
 from openrlhf.rollout.engine_spec import EngineSpec, cpu_cache_bytes
 from openrlhf.rollout.pool import RolloutPool
 from openrlhf.tracking.progress import Console
-from openrlhf.trainer.cluster import Place, place_roles, ray_session, role_sizes, worker_env
+from openrlhf.trainer.cluster import Place, place_roles, ray_session, role_sizes
 from openrlhf.trainer.controller import RLController
 from openrlhf.trainer.policy_update import PolicyLossSpec
 from openrlhf.trainer.rl_outputs import RLOutputs
@@ -37,7 +36,6 @@ def run(config: PPOConfig) -> None:
         ConfigError, DataError: the input cannot be used.
         RunError: a worker died, failed or did not answer; the last checkpoint is whole.
     """
-    on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     tokenizer = load_tokenizer(
         config.actor.model_name_or_path,
         use_fast=not config.data.disable_fast_tokenizer,
@@ -46,8 +44,8 @@ def run(config: PPOConfig) -> None:
     prompts = _load_prompts(config, tokenizer)
     total_steps = config.train.num_episodes * -(-len(prompts) // config.rollout.batch_size)
     console = Console(total_steps)
-    env = worker_env(os.environ) | ({} if on_gpu else _cpu_env())
-    with ray_session(logical_cpus=sum(role_sizes(config).values()) + 1, env=env):
+    with ray_session(config) as device:
+        on_gpu = device == "cuda"
         supervisor = Supervisor()
         console.note(f"starting {', '.join(f'{n} {role}' for role, n in role_sizes(config).items())} on Ray")
         places = place_roles(config, on_gpu=on_gpu)
@@ -116,12 +114,6 @@ def _load_prompts(config: PPOConfig, tokenizer: Any) -> PromptDataset:
     )
 
 
-def _cpu_env() -> dict[str, str]:
-    # vLLM binds each engine's threads to cores of its own, and trainers could not use those in their turn.
-    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    return {name: os.environ.get(name, value) for name, value in defaults.items()} | {"DS_ACCELERATOR": "cpu"}
-
-
 def _start_engines(
     config: PPOConfig, places: list[Place], supervisor: Supervisor, on_gpu: bool, num_prompts: int
 ) -> tuple[RolloutPool, dict[str, Any]]:
@@ -161,10 +153,7 @@ def _start_engines(
         sample_timeout=config.train.step_timeout,
     )
     remote = ray.remote(RolloutActor)
-    engines = [
-        remote.options(**place.options(on_gpu), max_concurrency=100_000, max_restarts=0).remote(spec, agent)
-        for place in places
-    ]
+    engines = [remote.options(**place.options(), max_concurrency=100_000).remote(spec, agent) for place in places]
     pool = RolloutPool(engines, supervisor, samples_in_flight=2 * sequences, timeout=config.train.step_timeout)
     for name, engine in zip(pool.names, engines, strict=True):
         supervisor.watch(name, engine.watch.remote())
@@ -182,13 +171,12 @@ def _start_models(
             trust_remote_code=config.trust_remote_code,
             seed=config.train.seed,
             threads=max(1, (os.cpu_count() or 1) // len(places[role])),
+            full_determinism=config.train.full_determinism_enable,
             timeout=config.train.step_timeout,
             **training,
         )
 
-    groups = {
-        role: WorkerGroup(role, places[role], supervisor, on_gpu=on_gpu) for role in ("actor", "ref") if role in places
-    }
+    groups = {role: WorkerGroup(role, places[role], supervisor) for role in ("actor", "ref") if role in places}
     groups["actor"].setup(
         spec(
             "actor",

@@ -83,7 +83,11 @@ class TrainWorker:
             torch.set_num_threads(spec.threads)
         from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
         from openrlhf.backends.distributed import init_distributed
+        from openrlhf.trainer.supervised import make_deterministic, prepare_process
 
+        prepare_process(spec.device, bars=False)
+        if spec.full_determinism:
+            make_deterministic()
         init_distributed(spec.device, spec.timeout)
         if spec.optimizer is None:
             self._backend = DeepSpeedBackend.for_inference(
@@ -176,15 +180,12 @@ def _on_all(engines: dict[str, Any], method: str, *args: Any, timeout: float) ->
 class WorkerGroup:
     """All ranks of one model."""
 
-    def __init__(self, role: str, places: Sequence[Place], supervisor: Supervisor, *, on_gpu: bool) -> None:
+    def __init__(self, role: str, places: Sequence[Place], supervisor: Supervisor) -> None:
         actor = ray.remote(concurrency_groups={"watch": 1})(TrainWorker)
         size = len(places)
         self.role = role
         self.supervisor = supervisor
-        self.workers = [
-            actor.options(**place.options(on_gpu), max_restarts=0).remote(rank, size)
-            for rank, place in enumerate(places)
-        ]
+        self.workers = [actor.options(**place.options()).remote(rank, size) for rank, place in enumerate(places)]
         self.names = [f"{role} worker {rank}" for rank in range(size)]
         for name, worker in zip(self.names, self.workers, strict=True):
             supervisor.watch(name, worker.watch.remote())
