@@ -1,4 +1,4 @@
-"""Tiny random models and a tokenizer for them, made on the spot, so that tests run the real parts without a download."""
+"""Tiny random models and a tokenizer, made on the spot, so that tests run the real parts without a download."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Logits changed after the head (soft-capped, scaled): a path that skips that is silently wrong.
     "gemma2": {"model_type": "gemma2", "sliding_window": 6, "head_dim": 32, "final_logit_softcapping": 3.0},
     "cohere": {"model_type": "cohere", "logit_scale": 0.25},
+    "qwen2_moe": {"model_type": "qwen2_moe"},
     # A state-space model: its state runs over the borders of packed rows.
     "mamba": {"model_type": "mamba"},
 }
@@ -50,7 +51,10 @@ def _tokenizer_object(vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    text = "hello world , what is 1 + 2 ? the answer is 3 . user assistant system think about it step by step one two three four five red green blue"
+    text = (
+        "hello world , what is 1 + 2 ? the answer is 3 . user assistant system think about it step by step "
+        "one two three four five red green blue"
+    )
     # The sums give enough merges to fill the vocabulary: every id that a model samples can then be decoded.
     sums = [f"{n} + {2 * n} = {3 * n}" for n in range(400)]
     tokenizer.train_from_iterator([text] * 10 + sums, trainer)
@@ -143,3 +147,9 @@ def make_tiny_model(
     if tokenizer:
         make_tokenizer(vocab).save_pretrained(folder)
     return folder
+
+
+def make_tiny_moe(folder: str | Path, **changes: Any) -> Path:
+    """A mixture of four experts; transformers holds their weights fused, and files hold them one by one."""
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
+    return make_tiny_model(folder, "qwen2_moe", tie=False, num_experts_per_tok=2, **sizes, **changes)

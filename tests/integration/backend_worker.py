@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import resource
+import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +235,35 @@ def make_backend(folder: Path, stage: int, *, dtype: str = "fp32", **options: An
         device="cpu",
         **options,
     )
+
+
+@contextmanager
+def small_disk(limit: int, *, only: bool = True) -> Iterator[None]:
+    """While it lasts, this process cannot write more than ``limit`` bytes into a file, as on a disk that is full.
+
+    Args:
+        only: False changes nothing.
+    """
+    if not only:
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    # What is printed may go to a file as well.
+    printed = [os.dup(stream) for stream in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+        for stream, copy in zip((1, 2), printed, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(nowhere)
 
 
 def full_weights(backend: Any) -> dict[str, torch.Tensor]:

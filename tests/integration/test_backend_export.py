@@ -1,0 +1,104 @@
+"""Whole weights out of sharded models: for the rollout engine, and as folders that plain transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tests.integration import backend_worker as worker
+from tests.tiny_models import make_tiny_model, make_tiny_moe
+
+TOKENS = torch.arange(3, 20)[None]
+
+
+def _train_and_save(source: Path, target: Path, stage: int, dtype: str) -> None:
+    backend = worker.make_backend(source, stage, dtype=dtype)
+    worker.train_with_backend(backend, range(1))
+    full = worker.full_weights(backend)
+    backend.save_hf(target)
+    backend.save_hf(target)  # over what stands there
+    if backend.rank == 0:
+        with torch.no_grad():
+            backend.model.eval()
+            reloaded = AutoModelForCausalLM.from_pretrained(target)
+            assert reloaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            weights = dict(reloaded.named_parameters())
+            assert sorted(weights) == sorted(full)
+            for name, tensor in full.items():
+                assert torch.equal(tensor, weights[name]), name
+            original = AutoModelForCausalLM.from_pretrained(source, dtype=reloaded.dtype)
+            assert reloaded.config.tie_word_embeddings == original.config.tie_word_embeddings
+            tied = reloaded.get_input_embeddings().weight is reloaded.get_output_embeddings().weight
+            assert tied == original.config.tie_word_embeddings
+            assert not torch.equal(reloaded(TOKENS).logits, original(TOKENS).logits)
+        generation = GenerationConfig.from_pretrained(target)
+        assert generation.temperature == 0.7 and generation.do_sample
+        assert json.loads((target / "config.json").read_text())["architectures"] == [type(reloaded).__name__]
+        assert not target.with_name(target.name + ".partial").exists()
+
+
+def _save_all(sources: dict[str, Path], folder: Path) -> None:
+    for name, source in sources.items():
+        stages = ((0, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16"))
+        # A state-space model takes seconds a step in plain PyTorch.
+        for stage, dtype in stages[1:3] if "mamba" in str(source) else stages:
+            _train_and_save(source, folder / f"{name}-{stage}-{dtype}", stage, dtype)
+
+
+def test_an_exported_model_reloads_in_plain_transformers_with_the_trained_weights(tmp_path: Path) -> None:
+    # RB35: tied and untied, with and without buffers that are not saved (rotary frequencies, embedding scales).
+    sources = {
+        "tied": make_tiny_model(tmp_path / "tied", "qwen2", tie=True),
+        "untied": make_tiny_model(tmp_path / "untied", "llama", tie=False),
+        "tied-more-buffers": make_tiny_model(tmp_path / "gemma", "gemma3", tie=True),
+        "untied-no-buffer": make_tiny_model(tmp_path / "mamba", "mamba", tie=False),
+    }
+    worker.run_ranks(_save_all, 2, sources, tmp_path / "out")
+
+
+def _collect(folder: Path, stages: tuple[int, ...], dtype: str = "fp32") -> list[dict[str, torch.Tensor]]:
+    return [worker.full_weights(worker.make_backend(folder, stage, dtype=dtype)) for stage in stages]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2_moe"])
+def test_weights_for_the_engine_have_the_names_and_values_of_the_saved_file_on_every_stage(
+    tmp_path: Path, architecture: str
+) -> None:
+    folder = (
+        make_tiny_model(tmp_path / "model", "qwen2") if architecture == "qwen2" else make_tiny_moe(tmp_path / "moe")
+    )
+    saved = load_file(folder / "model.safetensors")
+    for rank, stages in enumerate(worker.run_ranks(_collect, 2, folder, (0, 2, 3))):
+        for stage, weights in zip((0, 2, 3), stages, strict=True):
+            assert sorted(weights) == sorted(saved), f"rank {rank}, stage {stage}"
+            for name, tensor in weights.items():
+                assert torch.equal(tensor, saved[name]), f"rank {rank}, stage {stage}: {name}"
+
+
+def _save_into_full_disk(source: Path, target: Path, limit: int) -> str:
+    from openrlhf.backends.distributed import RankError
+
+    messages = []
+    for stage in (2, 3):
+        backend = worker.make_backend(source, stage)
+        with worker.small_disk(limit), pytest.raises(RankError) as caught:
+            backend.save_hf(target)
+        messages.append(str(caught.value))
+    return "\n".join(messages)
+
+
+def test_a_full_disk_leaves_the_exported_model_of_before_and_every_rank_says_why(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "source", "qwen2", seed=1)
+    target = tmp_path / "target"
+    shutil.copytree(make_tiny_model(tmp_path / "old", "qwen2", seed=2), target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    for message in worker.run_ranks(_save_into_full_disk, 2, source, target, 40_000):
+        assert f"saving the model to {target} failed on rank 0" in message
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "source", "target"]
