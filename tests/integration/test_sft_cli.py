@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -75,16 +76,26 @@ def start(command: list[str], words: list[str], port: int) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kills a launcher with its ranks, which may stand in sessions of their own."""
+    if process.poll() is None:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=30)
+    process.communicate()
 
 
 def finish(process: subprocess.Popen) -> str:
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise
     assert process.returncode == 0, output
     return output
 
@@ -97,8 +108,7 @@ def kill_after_checkpoint(process: subprocess.Popen, checkpoint: Path) -> None:
             assert time.monotonic() < deadline, f"{checkpoint} was not written in {TIMEOUT_S} s"
             time.sleep(0.01)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        kill(process)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
