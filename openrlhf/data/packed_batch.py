@@ -38,7 +38,9 @@ class PackedBatch:
     def __post_init__(self) -> None:
         total = self.tokens.numel()
         if int(self.cu_seqlens[0]) != 0 or int(self.cu_seqlens[-1]) != total:
-            raise ValueError(f"cu_seqlens runs from {int(self.cu_seqlens[0])} to {int(self.cu_seqlens[-1])}, not 0 to {total}")
+            raise ValueError(
+                f"cu_seqlens runs from {int(self.cu_seqlens[0])} to {int(self.cu_seqlens[-1])}, not 0 to {total}"
+            )
         for name, tensor in {"action_mask": self.action_mask, **self.token_fields}.items():
             if tensor.shape[-1] != total:
                 raise ValueError(f"{name} has {tensor.shape[-1]} entries for {total} tokens")
