@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import datetime
+from pathlib import Path
 
 from openrlhf.config.checks_data import check_data
 from openrlhf.config.checks_rl import check_rl
@@ -49,4 +50,23 @@ def resolve(config: Config) -> Config:
     rollout = config.rollout
     if config.train.dynamic_batch_enable and rollout.max_tokens_per_gpu is None:
         rollout = dataclasses.replace(rollout, max_tokens_per_gpu=config.train.max_tokens_per_gpu)
-    return dataclasses.replace(config, algo=algo, rollout=rollout)
+    return _with_absolute_paths(dataclasses.replace(config, algo=algo, rollout=rollout))
+
+
+def _with_absolute_paths(config: PPOConfig) -> PPOConfig:
+    """The workers of a cluster do not stand in the folder from which the command was given."""
+
+    def absolute(path: str | None) -> str | None:
+        return str(Path(path).absolute()) if path and Path(path).exists() else path
+
+    ckpt = dataclasses.replace(
+        config.ckpt,
+        output_dir=str(Path(config.ckpt.output_dir).absolute()),
+        path=str(Path(config.ckpt.path).absolute()),
+    )
+    return dataclasses.replace(
+        config,
+        actor=dataclasses.replace(config.actor, model_name_or_path=absolute(config.actor.model_name_or_path)),
+        reward=dataclasses.replace(config.reward, remote_url=absolute(config.reward.remote_url)),
+        ckpt=ckpt,
+    )
