@@ -9,17 +9,25 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes that a bucket holds at most, a larger single tensor apart. Small enough for a container's shared memory."""
 
+SHARED_MEMORY = Path("/dev/shm")
+
 _PREFIX = "openrlhf-weights-"
-_CHUNK = 1 << 22
+# Words hashed at once: what stays in a core's cache, or what keeps a GPU busy.
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+# Any odd numbers with bits all over serve.
+_MIX = (-0x61C8864680B583EB, 0x632BE59BD9B4E019, -0x40A7B892E31B1A47)
 
 
 class TransferError(RuntimeError):
@@ -27,23 +35,31 @@ class TransferError(RuntimeError):
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A position-dependent sum of the tensor's bytes, modulo 2**64: a changed, moved or lost element changes it.
+    """A hash of the tensor's bytes, their places, its dtype and its shape.
+
+    It is no plain weighted sum: such a sum misses changes that go through a whole tensor, a doubled one among them.
 
     Args:
         tensor: any shape and dtype, on any device.
 
     Returns:
-        An int that is the same on every device for the same bytes and shape order.
+        An int below 2**64 that is the same on every device for the same bytes, dtype and shape.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    width = next(size for size in (4, 2, 1) if flat.numel() % size == 0)
-    words = flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
-    total = 0
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].to(torch.int64)
-        weight = torch.arange(start, start + part.numel(), device=part.device) * 2 + 1
-        total += int((part * weight).sum())
-    return total % 2**64
+    width = next(size for size in _WORDS if flat.numel() % size == 0)
+    if flat.storage_offset() % width:
+        flat = flat.clone()
+    words = flat.view(_WORDS[width])
+    chunk = _CPU_CHUNK if words.device.type == "cpu" else _GPU_CHUNK
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk].to(torch.int64) * _MIX[0]
+        part += torch.arange(start, start + part.numel(), device=part.device) * _MIX[1]
+        part ^= part >> 32
+        part *= _MIX[2]
+        part ^= part >> 29
+        total += part.sum()
+    return (int(total) + zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())) % 2**64
 
 
 @dataclass
@@ -150,11 +166,13 @@ def make_exchange_folder(needed_bytes: int) -> Path:
 
     Folders of runs that were killed are removed: the owner's process id stands in the name.
     """
-    root = Path("/dev/shm")
-    if not root.is_dir() or shutil.disk_usage(root).free < needed_bytes:
-        root = Path(tempfile.gettempdir())
-    for old in root.glob(f"{_PREFIX}*"):
-        owner = old.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(old, ignore_errors=True)
+    disk = Path(tempfile.gettempdir())
+    for root in (SHARED_MEMORY, disk):
+        # What a dead run left behind may be what fills the shared memory.
+        for old in root.glob(f"{_PREFIX}*"):
+            owner = old.name.removeprefix(_PREFIX).split("-")[0]
+            if owner.isdigit() and not psutil.pid_exists(int(owner)):
+                shutil.rmtree(old, ignore_errors=True)
+    enough = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed_bytes
+    root = SHARED_MEMORY if enough else disk
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))

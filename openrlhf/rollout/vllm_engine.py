@@ -5,13 +5,13 @@ The weight-transfer engine below lives in vLLM's worker process, `VllmEngine` in
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,12 @@ class ShmWeightEngine(WeightTransferEngine):
                 self._receipt.complete(update_info.checksums)
                 self._check_every_layer()
                 self._complete = True
-        except TransferError:
+        except Exception as error:
             # Layers are left waiting on the meta device otherwise, and the next update would fail on them.
             self._install()
-            raise
+            if isinstance(error, TransferError):
+                raise
+            raise TransferError(f"weights could not be loaded: {type(error).__name__}: {error}") from error
 
     def finish_weight_update(self) -> None:
         """Puts the received weights to use."""
@@ -189,12 +191,24 @@ class EngineDied(RuntimeError):
     """A process of the engine has ended."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _naming_death() -> Iterator[None]:
     try:
         yield
     except EngineDeadError as error:
         raise EngineDied("a process of the engine has ended: killed, crashed or out of memory") from error
+
+
+@contextlib.contextmanager
+def _naming_fault() -> Iterator[None]:
+    # vLLM hands on an error of its workers as text alone.
+    try:
+        with _naming_death():
+            yield
+    except (EngineDied, TransferError):
+        raise
+    except Exception as error:
+        raise TransferError(str(error).removeprefix("Call to collective_rpc method failed: ")) from error
 
 
 class VllmEngine:
@@ -226,8 +240,10 @@ class VllmEngine:
         os.environ[_OWNER_VARIABLE] = str(os.getpid())
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **spec.extra}))
         self._request_ids = itertools.count()
-        self.weight_version = 0
+        self._running = 0
+        self._updating = False
         self._whole = True
+        self.weight_version = 0
 
     async def start(self) -> None:
         """Connects the weight transfer."""
@@ -249,30 +265,62 @@ class VllmEngine:
         if multi_modal_data is not None:
             prompt["multi_modal_data"] = multi_modal_data
         final = None
-        with _naming_death():
-            async for output in self._engine.generate(prompt, sampling_params, f"r{next(self._request_ids)}"):
-                final = output
+        self._running += 1
+        try:
+            with _naming_death():
+                async for output in self._engine.generate(prompt, sampling_params, f"r{next(self._request_ids)}"):
+                    final = output
+        finally:
+            self._running -= 1
         return final
 
     async def begin_update(self) -> None:
-        """Opens a weight update; no request may be running, and none is served until it has ended well."""
+        """Opens a weight update; none is served until it has ended well.
+
+        Raises:
+            TransferError: requests are running, which would go on with other weights than they began with.
+        """
+        if self._running:
+            raise TransferError(f"a weight update was begun while {self._running} requests were running")
         self._whole = False
-        with _naming_death():
+        if self._updating:
+            # The sender gave up in the middle of the last one. No model has an empty manifest, so this closes it.
+            with contextlib.suppress(TransferError):
+                await self._hand_over("", {})
+        with _naming_fault():
             await self._engine.start_weight_update()
+        self._updating = True
 
     async def load_bucket(self, path: str, checksums: dict[str, int]) -> None:
-        """Loads one bucket that lies at ``path``."""
-        with _naming_death():
-            await self._engine.update_weights(WeightTransferUpdateRequest({"path": path, "checksums": checksums}))
+        """Loads one bucket that lies at ``path``.
+
+        Raises:
+            TransferError: it is not what ``checksums`` announce; the update has failed.
+        """
+        await self._hand_over(path, checksums)
 
     async def end_update(self, manifest: dict[str, int], version: int) -> None:
-        """Checks that the update was whole, puts it to use and forgets what older weights have cached."""
-        with _naming_death():
-            await self._engine.update_weights(WeightTransferUpdateRequest({"path": "", "checksums": manifest}))
+        """Checks that the update was whole, puts it to use and forgets what older weights have cached.
+
+        Raises:
+            TransferError: it was not whole; the update has failed.
+        """
+        await self._hand_over("", manifest)
+        with _naming_fault():
             await self._engine.finish_weight_update()
-            await self._engine.reset_prefix_cache()
+            self._updating = False
+            if not await self._engine.reset_prefix_cache():
+                raise TransferError("the engine kept its prefix cache, which belongs to older weights")
         self.weight_version = version
         self._whole = True
+
+    async def _hand_over(self, path: str, checksums: dict[str, int]) -> None:
+        try:
+            with _naming_fault():
+                await self._engine.update_weights(WeightTransferUpdateRequest({"path": path, "checksums": checksums}))
+        except TransferError:
+            self._updating = False
+            raise
 
     async def check_health(self) -> None:
         """Raises where the engine's core has died."""
