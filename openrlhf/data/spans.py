@@ -16,7 +16,14 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from openrlhf.data.templates import PLACEHOLDER, Messages, control_tokens, render_messages, require_chat_template
+from openrlhf.data.templates import (
+    PLACEHOLDER,
+    RENDER_ERRORS,
+    Messages,
+    control_tokens,
+    render_messages,
+    require_chat_template,
+)
 
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -64,12 +71,15 @@ def mark_assistant(tokenizer: Any, messages: Messages, *, first: int = 0) -> Mar
 
 def _marked_by_template(tokenizer: Any, messages: Messages, turns: list[int], wanted: list[int]) -> MarkedText:
     """Takes the ranges that the template marks with ``{% generation %}`` blocks."""
-    rendered, marked = render_jinja_template(
-        conversations=[messages],
-        chat_template=tokenizer.get_chat_template(),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
+    try:
+        rendered, marked = render_jinja_template(
+            conversations=[messages],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+    except RENDER_ERRORS as error:
+        raise ValueError(f"the chat template cannot render the conversation: {error}") from error
     text, spans = rendered[0], [(int(start), int(stop)) for start, stop in marked[0] if stop > start]
     if wanted != turns:
         if len(spans) != len(turns):
@@ -93,16 +103,18 @@ def _turn(tokenizer: Any, messages: Messages, index: int, text: str) -> tuple[in
 
     Returns: start, end, and whether the template ends the turn.
     """
+    earlier, later = messages[:index], messages[index + 1 :]
     blank = [{"role": "assistant", "content": PLACEHOLDER}]
-    before, after = _around(render_messages(tokenizer, [*messages[:index], *blank, *messages[index + 1 :]]), index)
+    try:
+        before, after = _around(render_messages(tokenizer, [*earlier, *blank, *later]), index)
+        tail = _around(render_messages(tokenizer, [*earlier, *blank]), index)[1] if later else after
+        prompt = render_messages(tokenizer, earlier, add_generation_prompt=True) if earlier else ""
+    except ValueError as error:
+        raise _uncertain(index) from error
     if not text.endswith(after):
         raise _uncertain(index)
-    tail = after
-    if index + 1 < len(messages):
-        tail = _around(render_messages(tokenizer, [*messages[:index], *blank]), index)[1]
     closing = _closing(tokenizer, after, tail)
     stop = len(text) - len(after)
-    prompt = render_messages(tokenizer, messages[:index], add_generation_prompt=True) if index else ""
     if prompt and text.startswith(prompt) and before.startswith(prompt):
         start = len(prompt)
     elif text.startswith(before):

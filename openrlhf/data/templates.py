@@ -16,6 +16,9 @@ from openrlhf.config.errors import ConfigError
 # looks for them, no tokenizer or strip() treats them as blank.
 PLACEHOLDER = "\ue0f0\ue0f1\ue0f0"
 
+# What a chat template raises: by itself (raise_exception), or over messages that it does not expect.
+RENDER_ERRORS = (jinja2.TemplateError, TypeError, KeyError, ValueError)
+
 Messages = list[dict[str, Any]]
 
 
@@ -114,12 +117,20 @@ def as_messages(value: Any, *, role: str) -> Messages:
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     if isinstance(value, dict):
-        value = [value]
+        value = _rows_of_columns(value) or [value]
     if not isinstance(value, list):
         raise ValueError(f"expected text or a list of messages, found {_kind(value)}")
     if not value:
         raise ValueError("the list of messages is empty")
     return [_checked_message(number, message) for number, message in enumerate(value, start=1)]
+
+
+def _rows_of_columns(value: dict[str, Any]) -> Messages | None:
+    """Messages out of a dict of lists, which is how older Arrow data sets give a list of objects."""
+    columns = list(value.values())
+    if not all(isinstance(column, list) for column in columns) or len({len(column) for column in columns}) != 1:
+        return None
+    return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _checked_message(number: int, message: Any) -> dict[str, Any]:
@@ -146,7 +157,7 @@ def render_messages(tokenizer: Any, messages: Messages, *, add_generation_prompt
     require_chat_template(tokenizer)
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
+    except RENDER_ERRORS as error:
         raise ValueError(f"the chat template cannot render the conversation: {error}") from error
 
 

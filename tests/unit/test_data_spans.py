@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.data.packed_batch import pack_rows
@@ -160,6 +160,31 @@ def test_a_template_that_entangles_messages_is_an_error_and_not_a_guess():
     twice = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="cannot be found with certainty"):
         mark_assistant(make_tokenizer(chat_template=twice), talk("q", "a"))
+
+
+def test_a_template_that_refuses_a_part_of_the_conversation_is_an_error_that_names_the_remedy():
+    template = CHAT_TEMPLATE.replace(
+        "{% for", "{% if messages | length < 3 %}{{ raise_exception('no') }}{% endif %}{% for", 1
+    )
+    messages = talk("a", "b", "c", "d")
+    with pytest.raises(ValueError, match="cannot be found with certainty.*generation"):
+        mark_assistant(make_tokenizer(chat_template=template), messages)
+
+
+def test_words_with_a_marked_blank_in_front_are_trained_whole():
+    """As Llama's tokenizers cut: the blank belongs to the word behind it."""
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<|im_end|>"], vocab_size=200, show_progress=False)
+    inner.train_from_iterator(["[INST] what is it [/INST] an apple and a pear"] * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", unk_token="<unk>")
+    tokenizer.chat_template = INST
+    marked = mark_assistant(tokenizer, talk("what is it", "an apple", "and it", "a pear"))
+    ids, mask = encode_marked(tokenizer, marked.text, marked.spans)
+    trained_tokens = [token for token, wanted in zip(ids, mask, strict=True) if wanted]
+    pieces = tokenizer.convert_ids_to_tokens(trained_tokens)
+    assert "".join(pieces).replace("▁", " ") == " an apple <|im_end|> a pear <|im_end|>"
 
 
 def test_a_conversation_without_assistant_is_an_error():

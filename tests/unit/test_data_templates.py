@@ -103,6 +103,12 @@ def test_a_string_becomes_a_user_message_and_messages_stay_as_they_are():
     assert chat(tokenizer, [{"role": "user", "content": "hi {x}", "tool_calls": None}]).text == expected
 
 
+def test_messages_that_arrow_gives_as_a_dict_of_lists_are_messages():
+    columns = {"role": ["system", "user"], "content": ["be brief", "hi"], "name": [None, None]}
+    rows = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert chat(make_tokenizer(), columns) == chat(make_tokenizer(), rows)
+
+
 def test_braces_in_a_prompt_are_harmless_and_line_breaks_are_real():
     rendered = render_prompt(
         make_tokenizer(), "a{b}{}", apply_chat_template=False, input_template="User: {}\nAssistant: "
