@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -93,16 +94,25 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> Non
     with _recorded(engine) as saver:
         engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
         saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
-    _finish(partial, folder, saver.error)
+    _finish(engine, partial, folder, saver.error)
 
 
-def _finish(partial: Path, folder: Path, problem: Exception | None) -> None:
+def _layout(engine: Any) -> dict[str, Any]:
+    """What has to be the same for a checkpoint to be read back."""
+    return {
+        "ranks": dist.get_world_size(),
+        "ZeRO stage": engine.zero_optimization_stage(),
+        "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
+    }
+
+
+def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None) -> None:
     what = f"writing the checkpoint {folder}"
     try:
         raise_if_any(what, problem)
         if dist.get_rank() == 0:
             try:
-                (partial / COMPLETE).write_text(f"{dist.get_world_size()}\n")
+                (partial / COMPLETE).write_text(json.dumps(_layout(engine)) + "\n")
                 old = folder.with_name(folder.name + ".old")
                 if folder.exists():
                     os.replace(folder, old)
@@ -122,13 +132,17 @@ def load_training_state(engine: Any, folder: Path) -> dict[str, Any]:
     Returns: the ``state`` that was saved.
 
     Raises:
-        RankError: the folder is missing, incomplete, or was written by another number of ranks.
+        RankError: the folder is missing or incomplete, or was written by other ranks, on another stage or in another
+            dtype.
     """
     problem: Exception | None = None
     if not (folder / COMPLETE).exists():
         problem = FileNotFoundError(f"{folder} is not a complete checkpoint")
-    elif (ranks := int((folder / COMPLETE).read_text())) != dist.get_world_size():
-        problem = ValueError(f"{folder} was written by {ranks} ranks, and {dist.get_world_size()} are running")
+    elif (written := json.loads((folder / COMPLETE).read_text())) != (running := _layout(engine)):
+        others = ", ".join(
+            f"{key} {written[key]}, not {running[key]}" for key in running if written[key] != running[key]
+        )
+        problem = ValueError(f"it was written with {others}")
     raise_if_any(f"loading the checkpoint {folder}", problem)
     _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
     _restore_random_state(torch.load(_rng_file(folder, dist.get_rank()), weights_only=False))

@@ -255,12 +255,15 @@ class DeepSpeedBackend:
         return state
 
     def offload(self) -> None:
-        """Moves weights and optimizer to host memory; nothing to do on a CPU."""
+        """Moves weights and optimizer to host memory; nothing to do on a CPU.
+
+        A sharded model without an optimizer stays: each rank holds only its part of it.
+        """
         if self.device.type == "cpu":
             return
-        if self._engine is None:
-            self.module.to("cpu")
-        elif self._trainable and self.stage > 0:
+        if self._engine is None or self.stage == 0:
+            self._move_plain("cpu")
+        elif self._trainable:
             self._engine.offload_states()
         torch.cuda.empty_cache()
 
@@ -268,10 +271,19 @@ class DeepSpeedBackend:
         """Undoes ``offload``."""
         if self.device.type == "cpu":
             return
-        if self._engine is None:
-            self.module.to(self.device)
-        elif self._trainable and self.stage > 0:
+        if self._engine is None or self.stage == 0:
+            self._move_plain(self.device)
+        elif self._trainable:
             self._engine.reload_states()
+
+    def _move_plain(self, device: torch.device | str) -> None:
+        """Moves what DeepSpeed has not laid out in buffers of its own."""
+        self.module.to(device)
+        for state in [] if self._engine is None else self._engine.optimizer.state.values():
+            for key, value in state.items():
+                # A step counter stands where torch put it.
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(device)
 
     def close(self) -> None:
         """Meets the other ranks and leaves the process group, so that no exit aborts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import warnings
 from datetime import timedelta
 from importlib import import_module
 
@@ -36,6 +37,8 @@ def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
     # DeepSpeed otherwise asks which accelerators it could build for, and may take another than we do.
     os.environ.setdefault("DS_ACCELERATOR", device)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls collectives by names that torch has deprecated, and each call would say so.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     import deepspeed
 
     if device == "cuda":

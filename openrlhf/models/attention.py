@@ -140,6 +140,8 @@ def choose_attention(config: PretrainedConfig, model_class: type, requested: str
                 "which is not installed; install it or take auto"
             )
     if requested != "auto":
+        if requested not in ("eager", *AttentionInterface().valid_keys()):
+            raise ConfigError(f"--ds.attn_implementation {requested} is not known; take auto")
         return requested
     if device.type == "cuda" and model_class._supports_flash_attn:
         for name, package in FLASH_PACKAGES.items():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.models.attention import choose_attention
@@ -92,10 +93,12 @@ def load_causal_lm(
         ConfigError: there is no such model, or the attention kernel cannot run here.
     """
     device = torch.device(device)
-    if zero3 is None and Path(path).is_absolute() and not Path(path).exists():
-        raise ConfigError(f"model folder {path} does not exist")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    implementation = choose_attention(config, _model_class(config), attn_implementation, device)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ConfigError(f"no model can be loaded from {path}: {str(error).splitlines()[0]}") from error
+    model_class = _model_class(config, path, trust_remote_code)
+    implementation = choose_attention(config, model_class, attn_implementation, device)
     with _parameters_born_sharded(zero3):
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -116,12 +119,17 @@ def load_causal_lm(
     return model if zero3 is not None else model.to(device)
 
 
-def _model_class(config: Any) -> type[PreTrainedModel]:
+def _model_class(config: Any, path: str | Path, trust_remote_code: bool) -> type[PreTrainedModel]:
+    """The class that will be made, to be asked which attention it can run."""
+    own_code = getattr(config, "auto_map", None) or {}
+    if trust_remote_code and "AutoModelForCausalLM" in own_code:
+        return get_class_from_dynamic_module(own_code["AutoModelForCausalLM"], str(path))
     mapping = AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
-    # A class of the model's own folder: nothing is known of it before it is loaded.
-    return PreTrainedModel
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"{path} holds a {config.model_type}, which transformers cannot run as a causal language model"
+        )
+    return mapping[type(config)]
 
 
 def load_tokenizer(

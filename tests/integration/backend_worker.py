@@ -203,14 +203,25 @@ def mixed_precision_training(folder: Path, steps: int = STEPS) -> dict[str, Any]
     return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def train_with_backend(backend: Any, steps: range) -> dict[str, list[float]]:
-    """Runs the given steps through the backend; losses are those of all ranks together."""
+def in_one_batch(batches: list[PackedBatch]) -> list[PackedBatch]:
+    """The same rows as a single micro-batch."""
+    rows = [row for batch in batches for row in batch.tokens.split(batch.lengths.tolist())]
+    masks = [mask for batch in batches for mask in batch.action_mask.split(batch.lengths.tolist())]
+    return [pack_rows(rows, masks)]
+
+
+def train_with_backend(backend: Any, steps: range, *, one_batch: bool = False) -> dict[str, list[float]]:
+    """Runs the given steps through the backend; losses are those of all ranks together.
+
+    Args:
+        one_batch: all rows of a step in one micro-batch, so that further ranks have none.
+    """
     losses, norms, rates = [], [], []
     for step in steps:
         batches = micro_batches(step)
         tokens = sum(int(batch.action_mask.sum()) for batch in batches)
         total = 0.0
-        for batch in share_of_rank(batches, backend.rank, backend.world_size):
+        for batch in share_of_rank(in_one_batch(batches) if one_batch else batches, backend.rank, backend.world_size):
             loss = token_loss(backend.forward(batch).logprobs, batch, tokens)
             backend.backward(loss)
             total += loss.item()

@@ -97,10 +97,10 @@ def test_a_full_disk_stops_every_rank_with_one_sentence_and_the_checkpoint_of_be
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 
-def _load(model: Path, folder: Path) -> str:
+def _load(model: Path, folder: Path, stage: int = 2) -> str:
     from openrlhf.backends.distributed import RankError
 
-    backend = worker.make_backend(model, 2)
+    backend = worker.make_backend(model, stage)
     with pytest.raises(RankError) as caught:
         backend.load_checkpoint(folder)
     return str(caught.value)
@@ -110,12 +110,13 @@ def _save(model: Path, folder: Path) -> None:
     worker.make_backend(model, 2).save_checkpoint(folder, {})
 
 
-def test_a_checkpoint_that_is_missing_incomplete_or_of_other_ranks_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_missing_incomplete_or_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen2")
     store = CheckpointStore(tmp_path / "store", max_num=3, max_mem_gb=1)
     worker.run_ranks(_save, 1, model, store.folder(5))
     assert store.latest() == store.folder(5)
-    assert "written by 1 ranks, and 2 are running" in worker.run_ranks(_load, 2, model, store.folder(5))[1]
+    assert "written with ranks 1, not 2" in worker.run_ranks(_load, 2, model, store.folder(5))[1]
+    assert "written with ZeRO stage 2, not 3" in worker.run_ranks(_load, 1, model, store.folder(5), 3)[0]
     (store.folder(5) / "complete").unlink()
     assert store.latest() is None
     assert f"{store.folder(5)} is not a complete checkpoint" in worker.run_ranks(_load, 1, model, store.folder(5))[0]

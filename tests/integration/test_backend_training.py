@@ -41,16 +41,20 @@ def _train_every_way(folders: dict[str, Path], expected: dict[str, dict[str, Any
         ("tied", 3, {"gradient_checkpointing": True}),
         ("untied", 2, {"gradient_checkpointing": True, "gradient_checkpointing_reentrant": True}),
         ("tied", 2, {"attn_implementation": "sdpa"}),
+        ("tied", 2, {"one_batch": True}),
+        ("untied", 3, {"one_batch": True}),
         ("tied", 2, {"adam_offload": True}),
         ("tied", 3, {"adam_offload": True}),
     ]
     for kind, stage, options in cases:
+        one_batch = options.pop("one_batch", False)
         backend = worker.make_backend(folders[kind], stage, **options)
         assert backend.plan.packed == options.get("packing_samples", True)
         assert backend.plan.in_head
         assert len(backend.unmoved_parameters()) == len(list(backend.module.named_parameters()))
-        found = worker.train_with_backend(backend, STEPS)
-        _assert_same(found, expected[kind], worker.full_weights(backend), f"{kind}, stage {stage}, {options}")
+        found = worker.train_with_backend(backend, STEPS, one_batch=one_batch)
+        case = f"{kind}, stage {stage}, {options}, one batch {one_batch}"
+        _assert_same(found, expected[kind], worker.full_weights(backend), case)
         assert backend.unmoved_parameters() == []
 
 
