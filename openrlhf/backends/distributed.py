@@ -58,8 +58,11 @@ def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
 def shutdown_distributed() -> None:
     """Meets the other ranks and leaves the group; without it, some exits abort in gloo."""
     if dist.is_initialized():
+        import deepspeed
+
         dist.barrier()
-        dist.destroy_process_group()
+        # DeepSpeed's own call, which also forgets the groups that it keeps: a later group would be given dead ones.
+        deepspeed.comm.destroy_process_group()
 
 
 class RankError(RuntimeError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,30 @@ def _infer(folders: dict[str, Path]) -> None:
 
 def test_a_reference_model_answers_alike_whole_and_sharded(models: dict[str, Path]) -> None:
     worker.run_ranks(_infer, 2, models)
+
+
+LONE_PROCESS = """
+import sys, torch
+from openrlhf.backends.distributed import init_distributed
+from tests.integration import backend_worker as worker
+for _ in range(2):
+    init_distributed("cpu", 60)
+    backend = worker.make_backend(sys.argv[1], 2)
+    print(*worker.train_with_backend(backend, range(1))["norms"])
+    backend.close()
+"""
+
+
+def test_a_lone_process_needs_no_environment_can_join_again_and_exits_cleanly(models: dict[str, Path]) -> None:
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, "-c", LONE_PROCESS, str(models["tied"])],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = [float(line) for line in done.stdout.splitlines()[-2:]]
+    assert first == second == pytest.approx(worker.plain_training(models["tied"], steps=1)["norms"][0], rel=1e-6)
+    assert "FutureWarning" not in done.stderr
