@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from openrlhf.data.packed_batch import PackedBatch, pack_rows
 from openrlhf.models.forward import ForwardPlan, score_tokens, unwrap
@@ -34,14 +35,18 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
     with torch.no_grad():
         in_head = _head_answers_arrive(model, device)
         if not in_head:
-            logger.warning(
-                "%s changes its logits after the output head; log-probs are taken from whole logits", _name(module)
-            )
+            _say("%s changes its logits after the output head; log-probs are taken from whole logits", _name(module))
         packed = packing_samples and _rows_stay_apart(model, ForwardPlan(packed=True, in_head=in_head), device)
         if packing_samples and not packed:
-            logger.warning("%s gives other log-probs when rows are packed; every row is padded instead", _name(module))
+            _say("%s gives other log-probs when rows are packed; every row is padded instead", _name(module))
     module.train(was_training)
     return ForwardPlan(packed=packed, in_head=in_head)
+
+
+def _say(message: str, *args: Any) -> None:
+    """Once, and not once for every rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(message, *args)
 
 
 def _name(module: Any) -> str:
