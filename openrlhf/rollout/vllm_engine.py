@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -208,7 +209,8 @@ def _naming_fault() -> Iterator[None]:
     except (EngineDied, TransferError):
         raise
     except Exception as error:
-        raise TransferError(str(error).removeprefix("Call to collective_rpc method failed: ")) from error
+        wrapped = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
+        raise TransferError(wrapped[1] if wrapped else str(error)) from error
 
 
 class VllmEngine:
