@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,6 +20,9 @@ from openrlhf.backends.checkpoints import COMPLETE
 from openrlhf.backends.distributed import raise_if_any
 
 TAG = "state"
+
+# A file system with less than this left could not take what was being written.
+_FULL_BELOW_BYTES = 1 << 20
 
 
 def _random_state() -> dict[str, Any]:
@@ -39,8 +43,9 @@ def _restore_random_state(state: dict[str, Any]) -> None:
 class _RecordingSaver:
     """Stands where DeepSpeed writes files: an error is kept, and the collectives that follow still meet every rank."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, folder: Path) -> None:
         self.inner = inner
+        self._folder = folder
         self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -51,8 +56,10 @@ class _RecordingSaver:
         if self.error is None:
             try:
                 write(*args)
-            except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            except OSError as error:
                 self.error = error
+            except RuntimeError as error:
+                self.error = _full_disk(self._folder) or error
 
     def save(self, state_dict: Any, path: str) -> None:
         """Called by DeepSpeed for every file."""
@@ -60,9 +67,9 @@ class _RecordingSaver:
 
 
 @contextmanager
-def _recorded(engine: Any) -> Iterator[_RecordingSaver]:
+def _recorded(engine: Any, folder: Path) -> Iterator[_RecordingSaver]:
     """While it lasts, nothing that DeepSpeed writes can raise."""
-    saver, copy_scripts = _RecordingSaver(engine.checkpoint_engine), engine._copy_recovery_script
+    saver, copy_scripts = _RecordingSaver(engine.checkpoint_engine, folder), engine._copy_recovery_script
     engine.checkpoint_engine = saver
     engine._copy_recovery_script = lambda folder: saver.attempt(copy_scripts, folder)
     try:
@@ -70,6 +77,13 @@ def _recorded(engine: Any) -> Iterator[_RecordingSaver]:
     finally:
         engine.checkpoint_engine = saver.inner
         del engine._copy_recovery_script
+
+
+def _full_disk(folder: Path) -> OSError | None:
+    """torch's writer reports a full disk as a position that it did not expect."""
+    if shutil.disk_usage(folder).free < _FULL_BELOW_BYTES:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    return None
 
 
 def _rng_file(folder: Path, rank: int) -> Path:
@@ -91,7 +105,7 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> Non
         except OSError as error:
             problem = error
     raise_if_any(f"writing the checkpoint {folder}", problem)
-    with _recorded(engine) as saver:
+    with _recorded(engine, partial) as saver:
         engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
         saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
     _finish(engine, partial, folder, saver.error)

@@ -53,6 +53,8 @@ def start_ray(*, logical_cpus: int) -> bool:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level="ERROR")
         return True
+    # What is left of a Ray whose head was killed looks for it this long (seconds) before it ends as well.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     ray.init(
         address="local",
         num_cpus=max(logical_cpus, os.cpu_count() or 1),
