@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from openrlhf.config.errors import ConfigError
 
-SFT_BATCH, DEMONSTRATIONS = 64, 256
-RL_PROMPTS_PER_STEP, MAX_PROMPTS = 64, 2048
+PROBLEMS = 2048
+SFT_BATCH = 128
+RL_PROMPTS_PER_STEP = 64
+SAVE_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,9 @@ class QuickstartConfig:
     output_dir: str = "outputs/quickstart"
     """Folder for everything that is made: data, models, metrics, reports."""
     sft_steps: int = 240
-    """Optimizer steps of SFT; rounded up to whole passes over the demonstrations."""
+    """Optimizer steps of SFT, at most; above 16 rounded up to whole passes over the data."""
     rl_steps: int = 96
-    """Steps of RL; above 32 rounded up to whole passes over the prompts."""
+    """Steps of RL; above 32 rounded up to whole passes over the data."""
     seed: int = 1
     """Seed of the data, the model and both trainings."""
 
@@ -29,16 +31,21 @@ class QuickstartConfig:
                 raise ConfigError(f"--{name} {value}: give 1 or more.")
 
     @property
-    def sft_epochs(self) -> int:
-        """Passes over the demonstrations."""
-        return -(-self.sft_steps * SFT_BATCH // DEMONSTRATIONS)
+    def sft_rows(self) -> int:
+        """Worked examples of SFT."""
+        return min(PROBLEMS, self.sft_steps * SFT_BATCH)
 
     @property
-    def num_prompts(self) -> int:
+    def sft_epochs(self) -> int:
+        """Passes over the worked examples."""
+        return -(-self.sft_steps * SFT_BATCH // self.sft_rows)
+
+    @property
+    def rl_prompts(self) -> int:
         """Prompts of RL."""
-        return min(MAX_PROMPTS, self.rl_steps * RL_PROMPTS_PER_STEP)
+        return min(PROBLEMS, self.rl_steps * RL_PROMPTS_PER_STEP)
 
     @property
     def rl_episodes(self) -> int:
         """Passes over the prompts."""
-        return -(-self.rl_steps * RL_PROMPTS_PER_STEP // self.num_prompts)
+        return -(-self.rl_steps * RL_PROMPTS_PER_STEP // self.rl_prompts)

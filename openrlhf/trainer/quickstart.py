@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import shlex
 import shutil
@@ -10,20 +11,25 @@ import sys
 import time
 from pathlib import Path
 
-from openrlhf.config.quickstart import (
-    DEMONSTRATIONS,
-    MAX_PROMPTS,
-    RL_PROMPTS_PER_STEP,
-    SFT_BATCH,
-    QuickstartConfig,
-)
+from openrlhf.config.quickstart import PROBLEMS, RL_PROMPTS_PER_STEP, SAVE_EVERY, SFT_BATCH, QuickstartConfig
 from openrlhf.tracking.progress import duration
 from openrlhf.tracking.report import HTML_FILE
 from openrlhf.trainer import quickstart_reward
-from openrlhf.trainer.quickstart_task import LIMIT, Splits, accuracy, make_model, make_problems, write_problems
+from openrlhf.trainer.quickstart_task import (
+    LIMIT,
+    Problem,
+    Splits,
+    accuracy,
+    make_model,
+    make_problems,
+    write_problems,
+)
+from openrlhf.trainer.supervised import choose_device, prepare_process
 
 RESULT_FILE = "quickstart.json"
-GOAL = 0.9
+# RL has something to reinforce, and something left to learn.
+ENOUGH = 1 / 3
+PROBES = 256
 
 
 class CommandFailed(RuntimeError):
@@ -38,6 +44,7 @@ class Folders:
         self.data = self.root / "data"
         self.start = self.root / "model"
         self.sft = self.root / "sft"
+        self.checkpoints = self.root / "sft_checkpoints"
         self.rl = self.root / "rl"
         self.reward = self.root / "reward_func.py"
 
@@ -48,17 +55,20 @@ def run(config: QuickstartConfig) -> None:
     Raises:
         CommandFailed: one of the two commands failed.
     """
+    prepare_process(choose_device("auto"), bars=False)
     start = time.monotonic()
     at = Folders(config.output_dir)
     at.data.mkdir(parents=True, exist_ok=True)
     splits = _make_inputs(config, at)
-    right = {"untrained": _test(at.start, splits)}
-    _say(f"2/3 SFT on {len(splits.demonstrations)} worked examples")
+    right = {"untrained": accuracy(at.start, splits.held_out)}
+    _say(f"2/3 SFT on {config.sft_rows} worked examples, stopped early so that RL has something left to do")
     _command("train_sft", sft_flags(config, at))
-    right["after SFT"] = _test(at.sft, splits)
-    _say(f"3/3 RL on {config.num_prompts} prompts: no worked examples, only a reward for the right answer")
-    _command("train_ppo_ray", rl_flags(config, at))
-    right["after RL"] = _test(at.rl, splits)
+    chosen = choose_start(at.checkpoints, splits.train[:PROBES])
+    right["after SFT"] = accuracy(chosen, splits.held_out)
+    print(f"taking {chosen.name}, which answers {right['after SFT']:.1%} of the held-out sums right", flush=True)
+    _say(f"3/3 RL on {config.rl_prompts} prompts: no worked examples, only a reward for the right answer")
+    _command("train_ppo_ray", rl_flags(config, at, chosen))
+    right["after RL"] = accuracy(at.rl, splits.held_out)
     (at.root / RESULT_FILE).write_text(json.dumps({"held_out_accuracy": right}, indent=2) + "\n")
     _say(f"done in {duration(time.monotonic() - start)}")
     print(f"held-out accuracy on {len(splits.held_out)} sums that training never saw")
@@ -72,7 +82,8 @@ def sft_flags(config: QuickstartConfig, at: Folders) -> list[str]:
     """The flags of ``train_sft``."""
     return [
         *("--model.model_name_or_path", str(at.start)),
-        *("--data.dataset", str(at.data / "demonstrations.jsonl")),
+        *("--data.dataset", str(at.data / "train.jsonl")),
+        *("--data.max_samples", str(config.sft_rows)),
         *("--data.input_key", "question"),
         *("--data.output_key", "answer"),
         "--data.apply_chat_template",
@@ -81,26 +92,32 @@ def sft_flags(config: QuickstartConfig, at: Folders) -> list[str]:
         *("--train.micro_batch_size", str(SFT_BATCH)),
         *("--train.max_epochs", str(config.sft_epochs)),
         *("--train.seed", str(config.seed)),
-        *("--adam.lr", "2e-3"),
+        *("--adam.lr", "1e-3"),
+        *("--lr_scheduler", "constant_with_warmup"),
         *("--ds.zero_stage", "0"),
         *("--ds.param_dtype", "fp32"),
         *("--ckpt.output_dir", str(at.sft)),
-        *("--logger.logging_steps", "10"),
+        *("--ckpt.path", str(at.checkpoints)),
+        *("--ckpt.save_steps", str(min(SAVE_EVERY, config.sft_steps))),
+        "--ckpt.save_hf",
+        "--ckpt.disable_ds",
+        *("--logger.logging_steps", str(min(SAVE_EVERY, config.sft_steps))),
     ]
 
 
-def rl_flags(config: QuickstartConfig, at: Folders) -> list[str]:
-    """The flags of ``train_ppo_ray``."""
+def rl_flags(config: QuickstartConfig, at: Folders, start: Path) -> list[str]:
+    """The flags of ``train_ppo_ray`` from the model ``start``."""
     samples = 8
     return [
-        *("--actor.model_name_or_path", str(at.sft)),
+        *("--actor.model_name_or_path", str(start)),
         *("--actor.num_gpus_per_node", "1"),
         *("--actor.adam.lr", "3e-4"),
         *("--actor.lr_scheduler", "constant_with_warmup"),
         *("--algo.advantage.estimator", "reinforce_baseline"),
         *("--algo.kl.init_coef", "0"),
         *("--reward.remote_url", str(at.reward)),
-        *("--data.prompt_dataset", str(at.data / "prompts.jsonl")),
+        *("--data.prompt_dataset", str(at.data / "train.jsonl")),
+        *("--data.max_samples", str(config.rl_prompts)),
         *("--data.input_key", "question"),
         *("--data.label_key", "answer"),
         "--data.apply_chat_template",
@@ -121,23 +138,32 @@ def rl_flags(config: QuickstartConfig, at: Folders) -> list[str]:
     ]
 
 
+def choose_start(checkpoints: Path, problems: list[Problem]) -> Path:
+    """The earliest checkpoint that answers a third of the problems right; the last one where none does.
+
+    When the model takes off differs between machines; where it stands at a third does not.
+
+    Args:
+        checkpoints: folder of ``global_step<N>_hf`` folders.
+        problems: to ask, none of them held out.
+    """
+    folders = sorted(checkpoints.glob("global_step*_hf"), key=lambda folder: int(folder.name[11:-3]))
+    first = bisect.bisect_left(folders, ENOUGH, key=lambda folder: accuracy(folder, problems))
+    return folders[min(first, len(folders) - 1)]
+
+
 def _make_inputs(config: QuickstartConfig, at: Folders) -> Splits:
-    splits = make_problems(demonstrations=DEMONSTRATIONS, held_out=LIMIT * LIMIT - MAX_PROMPTS, seed=config.seed)
-    write_problems(at.data / "demonstrations.jsonl", splits.demonstrations)
-    write_problems(at.data / "prompts.jsonl", splits.prompts[: config.num_prompts])
+    splits = make_problems(train=PROBLEMS, seed=config.seed)
+    write_problems(at.data / "train.jsonl", splits.train)
     write_problems(at.data / "held_out.jsonl", splits.held_out)
     shutil.copyfile(quickstart_reward.__file__, at.reward)
+    # Checkpoints of an earlier run would be chosen from as well.
+    shutil.rmtree(at.checkpoints, ignore_errors=True)
     parameters = make_model(at.start, seed=config.seed)
     _say(
         f"1/3 sums of two numbers below {LIMIT}, and a model of {parameters / 1e6:.1f} million parameters, in {at.root}"
     )
     return splits
-
-
-def _test(folder: Path, splits: Splits) -> float:
-    share = accuracy(folder, splits.held_out)
-    print(f"held-out accuracy of {folder.name}: {share:.1%}", flush=True)
-    return share
 
 
 def _command(name: str, flags: list[str]) -> None:

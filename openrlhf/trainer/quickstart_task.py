@@ -11,14 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 LIMIT = 50
 PAD, USER, ASSISTANT, END, UNKNOWN = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|unknown|>"
@@ -40,29 +33,24 @@ class Problem:
 
 @dataclass(frozen=True)
 class Splits:
-    """Problems to imitate, problems to try in RL (the former among them), and problems that training never sees."""
+    """Problems to train on, and problems that training never sees."""
 
-    demonstrations: list[Problem]
-    prompts: list[Problem]
+    train: list[Problem]
     held_out: list[Problem]
 
 
-def make_problems(*, demonstrations: int, held_out: int, seed: int) -> Splits:
+def make_problems(*, train: int, seed: int) -> Splits:
     """All sums of two numbers below 50, shuffled and split.
 
     Args:
-        demonstrations: problems with a worked answer for SFT.
-        held_out: problems for the test alone.
+        train: problems to train on; the rest is held out.
         seed: of the shuffle.
     """
     problems = [Problem(f"{a}+{b}=", str(a + b)) for a in range(LIMIT) for b in range(LIMIT)]
-    if not 0 < demonstrations <= len(problems) - held_out or held_out <= 0:
-        raise ValueError(
-            f"cannot take {demonstrations} demonstrations and {held_out} tests from {len(problems)} problems"
-        )
+    if not 0 < train < len(problems):
+        raise ValueError(f"cannot train on {train} of {len(problems)} problems and hold some out")
     random.Random(seed).shuffle(problems)
-    prompts = problems[held_out:]
-    return Splits(prompts[:demonstrations], prompts, problems[:held_out])
+    return Splits(problems[:train], problems[train:])
 
 
 def write_problems(path: Path, problems: Sequence[Problem]) -> Path:
@@ -98,7 +86,8 @@ def make_model(folder: Path, *, seed: int) -> int:
     Returns: its number of parameters.
     """
     tokenizer = make_tokenizer()
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        "qwen3",
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
@@ -114,7 +103,7 @@ def make_model(folder: Path, *, seed: int) -> int:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.config import check, parse
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.quickstart import MAX_PROMPTS, RL_PROMPTS_PER_STEP, QuickstartConfig
-from openrlhf.trainer.quickstart import Folders, rl_flags, sft_flags
+from openrlhf.config.quickstart import PROBLEMS, QuickstartConfig
+from openrlhf.trainer import quickstart
+from openrlhf.trainer.quickstart import Folders, choose_start, rl_flags, sft_flags
 from openrlhf.trainer.quickstart_reward import reward_func
 from openrlhf.trainer.quickstart_task import (
     ASSISTANT,
@@ -27,22 +28,21 @@ from openrlhf.trainer.quickstart_task import (
 )
 
 
-def test_held_out_problems_are_in_no_training_set_and_every_sum_is_right():
-    splits = make_problems(demonstrations=256, held_out=452, seed=0)
-    assert (len(splits.demonstrations), len(splits.prompts), len(splits.held_out)) == (256, 2048, 452)
-    prompts = {p.question for p in splits.prompts}
-    assert len(prompts) == 2048 and prompts.isdisjoint(p.question for p in splits.held_out)
-    assert {p.question for p in splits.demonstrations} <= prompts
-    for problem in splits.prompts + splits.held_out:
+def test_held_out_problems_are_not_trained_on_and_every_sum_is_right():
+    splits = make_problems(train=PROBLEMS, seed=0)
+    assert (len(splits.train), len(splits.held_out)) == (2048, 452)
+    assert len({p.question for p in splits.train + splits.held_out}) == 2500
+    for problem in splits.train + splits.held_out:
         a, b = problem.question.removesuffix("=").split("+")
         assert 0 <= int(a) < 50 and 0 <= int(b) < 50 and int(a) + int(b) == int(problem.answer)
-    assert make_problems(demonstrations=256, held_out=452, seed=0) == splits
-    assert make_problems(demonstrations=256, held_out=452, seed=1) != splits
+    assert make_problems(train=PROBLEMS, seed=0) == splits
+    assert make_problems(train=PROBLEMS, seed=1) != splits
 
 
-def test_splits_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="cannot take 2400 demonstrations and 200 tests from 2500 problems"):
-        make_problems(demonstrations=2400, held_out=200, seed=0)
+@pytest.mark.parametrize("train", [0, 2500])
+def test_splits_that_leave_one_side_empty_are_refused(train):
+    with pytest.raises(ValueError, match=f"cannot train on {train} of 2500 problems"):
+        make_problems(train=train, seed=0)
 
 
 def test_problems_are_written_one_a_line(tmp_path):
@@ -108,11 +108,26 @@ def test_the_reward_is_one_for_the_whole_right_answer_only():
     assert result["extra_logs"] == {"ended": [1, 0, 1, 1, 1, 1, 0]}
 
 
-@pytest.mark.parametrize(("steps", "prompts", "episodes"), [(1, 64, 1), (32, MAX_PROMPTS, 1), (33, MAX_PROMPTS, 2)])
-def test_the_number_of_steps_is_made_of_prompts_and_passes(steps, prompts, episodes):
+@pytest.mark.parametrize(("steps", "prompts", "episodes"), [(1, 64, 1), (32, 2048, 1), (33, 2048, 2), (96, 2048, 3)])
+def test_steps_of_rl_are_made_of_prompts_and_passes(steps, prompts, episodes):
     config = QuickstartConfig(rl_steps=steps)
-    assert (config.num_prompts, config.rl_episodes) == (prompts, episodes)
-    assert config.rl_episodes * config.num_prompts >= steps * RL_PROMPTS_PER_STEP
+    assert (config.rl_prompts, config.rl_episodes) == (prompts, episodes)
+
+
+@pytest.mark.parametrize(("steps", "rows", "epochs"), [(1, 128, 1), (16, 2048, 1), (17, 2048, 2), (240, 2048, 15)])
+def test_steps_of_sft_are_made_of_rows_and_passes(steps, rows, epochs):
+    config = QuickstartConfig(sft_steps=steps)
+    assert (config.sft_rows, config.sft_epochs) == (rows, epochs)
+
+
+def test_rl_starts_from_the_earliest_checkpoint_that_is_good_enough_or_from_the_last(tmp_path, monkeypatch):
+    accuracies = {20: 0.1, 90: 0.3, 100: 0.4, 110: 0.5}
+    for step in accuracies:
+        (tmp_path / f"global_step{step}_hf").mkdir()
+    monkeypatch.setattr(quickstart, "accuracy", lambda folder, _: accuracies[int(folder.name[11:-3])])
+    assert choose_start(tmp_path, []).name == "global_step100_hf"
+    accuracies.update({100: 0.31, 110: 0.32})
+    assert choose_start(tmp_path, []).name == "global_step110_hf"
 
 
 def test_a_number_of_steps_below_one_is_refused():
@@ -125,14 +140,12 @@ def test_both_commands_take_the_flags_of_the_quickstart(tmp_path):
     make_model(at.start, seed=0)
     make_model(at.sft, seed=0)
     at.data.mkdir()
-    splits = make_problems(demonstrations=256, held_out=452, seed=0)
-    write_problems(at.data / "demonstrations.jsonl", splits.demonstrations)
-    write_problems(at.data / "prompts.jsonl", splits.prompts)
+    write_problems(at.data / "train.jsonl", make_problems(train=PROBLEMS, seed=0).train)
     at.reward.write_text("def reward_func(queries, prompts, labels): ...\n")
     sft = parse("train_sft", sft_flags(config, at))
     check(sft)
     assert sft.train.max_epochs == config.sft_epochs and sft.ds.param_dtype == "fp32"
-    rl = parse("train_ppo_ray", rl_flags(config, at))
+    rl = parse("train_ppo_ray", rl_flags(config, at, at.sft))
     check(rl)
     assert rl.algo.advantage.estimator == "reinforce_baseline" and rl.train.num_episodes == config.rl_episodes
 
