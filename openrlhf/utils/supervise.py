@@ -40,7 +40,9 @@ class Supervisor:
         Raises:
             RunError: a watched worker died, or the time is up.
         """
-        deadline = time.monotonic() + timeout
+        return self._wait(refs, what, time.monotonic() + timeout, timeout)
+
+    def _wait(self, refs: Sequence[Any], what: Callable[[], str], deadline: float, timeout: float) -> list[Any]:
         waited, watched = list(refs), list(self._watched)
         while True:
             ready, _ = ray.wait(
@@ -71,12 +73,7 @@ class Supervisor:
         deadline = time.monotonic() + timeout
         while left:
             waited_for = f"{what} from {', '.join(sorted(left.values()))}"
-            ready = self.wait_any(
-                list(left),
-                what=functools.partial(str, waited_for),
-                timeout=max(0.0, deadline - time.monotonic()),
-            )
-            for ref in ready:
+            for ref in self._wait(list(left), functools.partial(str, waited_for), deadline, timeout):
                 name = left.pop(ref)
                 results[name] = self.result(ref, name)
         return results
