@@ -20,6 +20,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def quiet_deepspeed(device: str) -> None:
+    """Has DeepSpeed take our device and speak only where something is wrong; best before it is imported."""
+    # It otherwise asks which accelerators it could build for, and may take another than we do.
+    os.environ.setdefault("DS_ACCELERATOR", device)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls collectives by names that torch has deprecated, and each call would say so.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
 def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
     """Joins the group that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
@@ -34,11 +43,7 @@ def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
     if "WORLD_SIZE" not in os.environ:
         single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(single, MASTER_PORT=str(free_port()))
-    # DeepSpeed otherwise asks which accelerators it could build for, and may take another than we do.
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls collectives by names that torch has deprecated, and each call would say so.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    quiet_deepspeed(device)
     import deepspeed
 
     if device == "cuda":

@@ -19,15 +19,8 @@ from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.loading import load_tokenizer
-from openrlhf.trainer.supervised import (
-    LoopSettings,
-    SupervisedTrainer,
-    choose_device,
-    make_deterministic,
-    planned_steps,
-    prepare_process,
-    rank_from_environment,
-)
+from openrlhf.trainer.process import choose_device, make_deterministic, prepare_process, rank_from_environment
+from openrlhf.trainer.supervised import LoopSettings, SupervisedTrainer, planned_steps
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs
 
 

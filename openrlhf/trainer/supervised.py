@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import transformers
 
 from openrlhf.backends.base import Backend
 from openrlhf.config.errors import ConfigError
@@ -214,36 +211,3 @@ class SupervisedTrainer:
 
     def _due(self, every: int, last: bool) -> bool:
         return every > 0 and (self.step % every == 0 or last)
-
-
-def rank_from_environment() -> int:
-    """Returns: this process's rank before the group stands; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def choose_device(wanted: str) -> str:
-    """Returns: "cuda" or "cpu" for ``--device``."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
-
-
-def prepare_process(device: str, *, bars: bool) -> None:
-    """Sets what libraries read when they are first used.
-
-    Args:
-        bars: let transformers draw its bars over loading and saving.
-    """
-    # transformers may import DeepSpeed long before the ranks meet, and DeepSpeed then guesses.
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    if not bars:
-        transformers.utils.logging.disable_progress_bar()
-    # DeepSpeed calls collectives by names that torch is about to change, and is warned of each call.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-
-
-def make_deterministic() -> None:
-    """Has torch take deterministic kernels only, or raise where there is none; before the first CUDA call."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False

@@ -83,7 +83,7 @@ class TrainWorker:
             torch.set_num_threads(spec.threads)
         from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
         from openrlhf.backends.distributed import init_distributed
-        from openrlhf.trainer.supervised import make_deterministic, prepare_process
+        from openrlhf.trainer.process import make_deterministic, prepare_process
 
         prepare_process(spec.device, bars=False)
         if spec.full_determinism:
