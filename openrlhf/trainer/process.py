@@ -1,4 +1,4 @@
-"""What a training process settles before it loads anything: its rank, its device, what libraries read at their start."""
+"""What a process settles before it loads a model: its rank, its device, what libraries read at their start."""
 
 from __future__ import annotations
 
