@@ -38,11 +38,11 @@ def kl_per_token(
     if ref_logprobs is None:
         return torch.zeros_like(logprobs)
     d = mask_out(logprobs, mask) - mask_out(ref_logprobs.detach(), mask)
-    value = _estimate(d.detach(), estimator)
+    value = estimate_kl(d.detach(), estimator)
     # The bound stands before the exponential: clamping an infinite result would leave 0 times infinity in backward.
     # The comparison is False for NaN, which therefore shows.
     clamped = value.abs() > MAX_KL
-    live = _estimate(torch.where(clamped, torch.zeros_like(d), d), estimator)
+    live = estimate_kl(torch.where(clamped, torch.zeros_like(d), d), estimator)
     return torch.where(clamped, value.clamp(-MAX_KL, MAX_KL), live)
 
 
@@ -69,7 +69,8 @@ def kl_loss(
     return kl_per_token(logprobs, ref_logprobs, mask, estimator)
 
 
-def _estimate(d: torch.Tensor, estimator: str) -> torch.Tensor:
+def estimate_kl(d: torch.Tensor, estimator: str) -> torch.Tensor:
+    """The formula alone, not clamped: [T] in nats for log-prob differences ``d`` [T] to the reference."""
     if estimator == "k1":
         return d
     if estimator == "k2":

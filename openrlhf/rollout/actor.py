@@ -7,14 +7,16 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.agents.base import AgentError
 from openrlhf.agents.reward import PythonRewardSource
 from openrlhf.agents.runner import run_sample
-from openrlhf.agents.single_turn import SingleTurnAgentExecutor
+from openrlhf.agents.single_turn import SingleTurnAgentExecutor, fit_prompt
 from openrlhf.data.prompts import PromptRecord
 from openrlhf.data.templates import encode
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.engine_spec import EngineSpec
+from openrlhf.utils.seeds import derive_seed
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Sampling:
 
     Attributes:
         max_new_tokens: of one sample; None means all that the context leaves.
-        seed: makes every sample repeatable; None lets the engine draw.
+        seed: of the run, from which each sample's own follows; None lets the engine draw.
         logprobs: asks for the engine's log-prob of each sampled token.
     """
 
@@ -115,25 +117,34 @@ class RolloutActor:
         """
         sample = self._probe if request.probe else self._sample
         samples = [sample(request, sample_id) for sample_id in range(request.num_samples)]
-        trajectories = await asyncio.gather(*samples)
+        try:
+            trajectories = await asyncio.gather(*samples)
+        except AgentError:
+            # Only a probe raises it, where its prompt does not fit; there is nothing to compare then.
+            trajectories = []
         await self._engine.check_health()
         return list(trajectories)
 
-    def _sampling_params(self, sampling: Sampling, sample_id: int) -> Any:
+    def _sampling_params(self, request: GroupRequest, sample_id: int) -> Any:
         from openrlhf.rollout.vllm_engine import make_sampling_params
 
+        sampling = request.sampling
+        seed = None
+        if sampling.seed is not None:
+            seed = derive_seed(sampling.seed, abs(request.group_id), sample_id, request.probe)
         return make_sampling_params(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            seed=None if sampling.seed is None else sampling.seed + sample_id,
+            seed=seed,
             logprobs=sampling.logprobs,
         )
 
     async def _probe(self, request: GroupRequest, sample_id: int) -> Trajectory:
-        room = self._engine_spec.max_model_len - (request.sampling.max_new_tokens or 1)
-        prompt = encode(self._tokenizer, request.prompt.prompt, templated=request.prompt.templated)[-room:]
-        output = await self._engine.generate(prompt, self._sampling_params(request.sampling, sample_id))
+        prompt = encode(self._tokenizer, request.prompt.prompt, templated=request.prompt.templated)
+        fit = fit_prompt(len(prompt), self._engine_spec.max_model_len, request.sampling.max_new_tokens)
+        prompt = prompt[-fit.kept :]
+        output = await self._engine.generate(prompt, self._sampling_params(request, sample_id))
         sampled = output.outputs[0]
         ids = list(sampled.token_ids)
         segment = Segment(
@@ -152,7 +163,7 @@ class RolloutActor:
             request.prompt,
             group_id=request.group_id,
             sample_id=sample_id,
-            sampling_params=self._sampling_params(request.sampling, sample_id),
+            sampling_params=self._sampling_params(request, sample_id),
             max_length=self._engine_spec.max_model_len,
             tokenizer=self._tokenizer,
             engine=self._engine,

@@ -6,15 +6,15 @@ with a checksum, and the receiver accepts an update only when it holds exactly w
 
 from __future__ import annotations
 
-import os
+import fcntl
 import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
-import psutil
 import torch
 
 BUCKET_BYTES = 256 * 2**20
@@ -22,7 +22,8 @@ BUCKET_BYTES = 256 * 2**20
 
 SHARED_MEMORY = Path("/dev/shm")
 
-_PREFIX = "openrlhf-weights-"
+_PREFIX, _LOCK = "openrlhf-weights-", "owner.lock"
+_MARGIN_BYTES = 64 * 2**20
 # Words hashed at once: what stays in a core's cache, or what keeps a GPU busy.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -161,18 +162,55 @@ class Receipt:
             )
 
 
-def make_exchange_folder(needed_bytes: int) -> Path:
-    """Makes a private folder for buckets, in shared memory where there is room, on disk otherwise.
+class Exchange:
+    """Private folders for buckets: in shared memory where a bucket has room there, on disk otherwise.
 
-    Folders of runs that were killed are removed: the owner's process id stands in the name.
+    Folders that runs left behind when they were killed are removed. Each is locked for as long as its owner lives; a
+    process id would not tell, since containers that share their memory number processes apart.
     """
-    disk = Path(tempfile.gettempdir())
-    for root in (SHARED_MEMORY, disk):
+
+    def __init__(self) -> None:
+        self._disk = Path(tempfile.gettempdir())
+        self._folders: dict[Path, Path] = {}
+        self._locks: list[TextIO] = []
         # What a dead run left behind may be what fills the shared memory.
-        for old in root.glob(f"{_PREFIX}*"):
-            owner = old.name.removeprefix(_PREFIX).split("-")[0]
-            if owner.isdigit() and not psutil.pid_exists(int(owner)):
-                shutil.rmtree(old, ignore_errors=True)
-    enough = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed_bytes
-    root = SHARED_MEMORY if enough else disk
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
+        for root in (SHARED_MEMORY, self._disk):
+            for old in root.glob(f"{_PREFIX}*"):
+                if _is_abandoned(old):
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def folder(self, nbytes: int) -> Path:
+        """Returns: a folder whose file system has room for ``nbytes``, if any has."""
+        enough = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= nbytes + _MARGIN_BYTES
+        root = SHARED_MEMORY if enough else self._disk
+        if root not in self._folders:
+            self._folders[root] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            lock = (self._folders[root] / _LOCK).open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._locks.append(lock)
+        return self._folders[root]
+
+    def close(self) -> None:
+        """Removes the folders."""
+        for folder in self._folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        for lock in self._locks:
+            lock.close()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        with (folder / _LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        # Not ours to open, or made this very moment and not locked yet.
+        return False

@@ -42,6 +42,7 @@ from openrlhf.rollout.transfer import Receipt, TransferError
 
 SHM_BACKEND = "openrlhf_shm"
 _WORKER_EXTENSION = "openrlhf.rollout.vllm_engine.WorkerExtension"
+_CPU_BATCHED_TOKENS = 8192
 _OWNER_VARIABLE = "OPENRLHF_ENGINE_OWNER"
 
 
@@ -81,6 +82,7 @@ class ShmWeightEngine(WeightTransferEngine):
         """Opens an update: every layer waits for all of its weights."""
         self._receipt = Receipt()
         self._complete = False
+        self._forget_expert_kernels()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
@@ -134,6 +136,16 @@ class ShmWeightEngine(WeightTransferEngine):
                 raise TransferError(
                     f"engine layer {name} received {info.load_numel} of {expected} elements of {sorted(parameters)}"
                 )
+
+    def _forget_expert_kernels(self) -> None:
+        # Experts are repacked for the CPU only when their kernel is made: beside an old kernel, vLLM would use new
+        # weights as if they were repacked.
+        if self.device.type != "cpu":
+            return
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
     def _tied_head(self) -> torch.nn.Module | None:
         config = self.model_config.hf_text_config
@@ -236,6 +248,9 @@ class VllmEngine:
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
+            # A prompt that is prefilled in parts rewinds its generator, which torch's CPU generators cannot do.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, spec.max_model_len)
             arguments["distributed_executor_backend"] = "uni" if spec.tensor_parallel_size == 1 else "mp"
         else:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization

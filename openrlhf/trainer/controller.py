@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from openrlhf.config import PPOConfig
+from openrlhf.config import AlgoConfig, PPOTrainConfig, RolloutConfig
 from openrlhf.data.batching import split_updates
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sampler import StatefulSampler
@@ -23,6 +24,9 @@ from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
+
+SENDER_SHARE = 0.9
+"""Of --train.step_timeout, what the sender of weights waits for one answer of an engine."""
 
 _PROBE_PROMPTS = 8
 _PROBE_TOKENS = 32
@@ -43,34 +47,50 @@ class Position:
     groups: int = 0
 
 
+@dataclass(frozen=True)
+class LoopSettings:
+    """The parts of the settings that the loop needs.
+
+    Attributes:
+        loss: the policy's loss, which the ranks are handed.
+        reward_clip: bounds of a trajectory's scalar.
+        engine_dtype: of the weights that are sent.
+        seeded: every sample has a seed of its own, so that the run can be repeated.
+    """
+
+    rollout: RolloutConfig
+    train: PPOTrainConfig
+    algo: AlgoConfig
+    loss: PolicyLossSpec
+    reward_clip: tuple[float, float]
+    engine_dtype: torch.dtype
+    pad_token_id: int
+    seeded: bool
+
+
 class RLController:
     """Drives one RL run; owns no process and no file of its own."""
 
     def __init__(
         self,
-        config: PPOConfig,
-        *,
+        settings: LoopSettings,
         prompts: PromptDataset,
+        *,
         pool: RolloutPool,
         actor: WorkerGroup,
         ref: WorkerGroup | None,
-        loss: PolicyLossSpec,
-        pad_token_id: int,
-        seeded: bool,
         console: Console,
     ) -> None:
-        self._config = config
+        self._rollout, self._train, self._algo = settings.rollout, settings.train, settings.algo
+        self._settings = settings
         self._prompts = prompts
         self._pool = pool
         self._actor = actor
         self._ref = ref
-        self._loss = loss
-        self._pad = pad_token_id
-        self._seeded = seeded
         self._console = console
-        self._timeout = config.train.step_timeout
-        self._kl_coef = config.algo.kl.init_coef
-        self.sampler = StatefulSampler(len(prompts), seed=config.train.seed)
+        self._timeout = settings.train.step_timeout
+        self._kl_coef = settings.algo.kl.init_coef
+        self.sampler = StatefulSampler(len(prompts), seed=settings.train.seed)
         self.position = Position()
 
     def run_step(self) -> StepMetrics | None:
@@ -81,15 +101,15 @@ class RLController:
         metrics = StepMetrics()
         start = time.monotonic()
         with self._phase("rollout", metrics):
-            trajectories, probes = self._rollout(indices)
+            trajectories, probes = self._sample(indices)
         metrics.add_trajectories(trajectories)
         experience = build_experience(self._trainable(trajectories))
         with self._phase("logprobs", metrics):
             self._add_logprobs(experience)
-            metrics.add_logprob_gap(probes, self._score_probes(probes))
+            metrics.add_logprob_gap(self._score_probes(probes))
         with self._phase("advantages", metrics):
-            add_advantages(experience, self._config.algo, self._config.reward.clip_range, self._kl_coef)
-        metrics.add_experience(experience, self._config.algo.kl.estimator)
+            add_advantages(experience, self._algo, self._settings.reward_clip, self._kl_coef)
+        metrics.add_experience(experience, self._algo.kl.estimator)
         with self._phase("update", metrics):
             self._update(experience, metrics)
         with self._phase("sync", metrics):
@@ -100,19 +120,21 @@ class RLController:
 
     def send_weights(self) -> int:
         """Gives the engines the actor's weights. Returns: bytes sent to each engine."""
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self._config.ds.param_dtype]
-        version = self.position.updates
         engines = dict(zip(self._pool.names, self._pool.engines, strict=True))
-        return self._actor.call("send_weights", engines, dtype, version, self._timeout, timeout=self._timeout)[0]
+        # The sender gives up first, since it knows which engine it waits for.
+        patience = SENDER_SHARE * self._timeout
+        return self._actor.call(
+            "send_weights", engines, self._settings.engine_dtype, self.position.updates, patience, timeout=self._timeout
+        )[0]
 
     def _next_prompts(self) -> list[int]:
-        indices = self.sampler.next_batch(self._config.rollout.batch_size)
-        if not indices and self.sampler.epoch + 1 < self._config.train.num_episodes:
+        indices = self.sampler.next_batch(self._rollout.batch_size)
+        if not indices and self.sampler.epoch + 1 < self._train.num_episodes:
             self.sampler.set_epoch(self.sampler.epoch + 1)
-            indices = self.sampler.next_batch(self._config.rollout.batch_size)
+            indices = self.sampler.next_batch(self._rollout.batch_size)
         return indices
 
-    def _rollout(self, indices: Sequence[int]) -> tuple[list[Trajectory], list[Trajectory]]:
+    def _sample(self, indices: Sequence[int]) -> tuple[list[Trajectory], list[Trajectory]]:
         requests = list(self._requests(indices))
         trajectories: list[Trajectory] = []
         total = sum(request.num_samples for request in requests if not request.probe)
@@ -126,23 +148,19 @@ class RLController:
         return trajectories[len(probes) :], probes
 
     def _requests(self, indices: Sequence[int]) -> Iterator[GroupRequest]:
-        rollout, samples = self._config.rollout, self._config.rollout.n_samples_per_prompt
+        rollout = self._rollout
+        seed = self._train.seed if self._settings.seeded else None
         first = self.position.groups
         self.position.groups += len(indices)
         prompts = [self._prompts[index] for index in indices]
         # The nucleus of top_p renormalises log-probs, so what is compared with the trainer is sampled from all tokens.
-        probe_tokens = min(_PROBE_TOKENS, rollout.max_new_tokens or _PROBE_TOKENS)
-        for number, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
-            sampling = Sampling(rollout.temperature, 1.0, probe_tokens, self._seed(first + number, samples), True)
-            yield GroupRequest(-1 - number, prompt, 1, sampling, probe=True)
+        length = min(_PROBE_TOKENS, rollout.max_new_tokens or _PROBE_TOKENS)
+        probing = Sampling(rollout.temperature, 1.0, length, seed, logprobs=True)
+        for group, prompt in enumerate(prompts[:_PROBE_PROMPTS], start=first):
+            yield GroupRequest(-1 - group, prompt, 1, probing, probe=True)
+        sampling = Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, seed, logprobs=False)
         for group, prompt in enumerate(prompts, start=first):
-            sampling = Sampling(
-                rollout.temperature, rollout.top_p, rollout.max_new_tokens, self._seed(group, samples), False
-            )
-            yield GroupRequest(group, prompt, samples, sampling)
-
-    def _seed(self, group: int, samples: int) -> int | None:
-        return (self._config.train.seed * 2**40 + group * samples) % 2**62 if self._seeded else None
+            yield GroupRequest(group, prompt, rollout.n_samples_per_prompt, sampling)
 
     def _trainable(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         kept = [t for t in trajectories if t.reward is not None and t.response_length > 0]
@@ -156,17 +174,15 @@ class RLController:
         return kept
 
     def _budget(self, micro_batch_size: int, max_tokens: int | None) -> Budget:
-        train = self._config.train
-        if train.dynamic_batch_enable:
-            return Budget(None, max_tokens or train.max_tokens_per_gpu)
+        if self._train.dynamic_batch_enable:
+            return Budget(None, max_tokens or self._train.max_tokens_per_gpu)
         return Budget(micro_batch_size, None)
 
     def _logprobs(self, group: WorkerGroup, experience: Experience) -> torch.Tensor:
-        rollout = self._config.rollout
-        budget = self._budget(rollout.micro_batch_size, rollout.max_tokens_per_gpu)
-        rows = range(experience.batch.num_rows)
-        dealt = deal(experience.batch, list(rows), group.size, budget, self._pad)
-        return group.logprobs(experience.batch, dealt, rollout.temperature, self._timeout)
+        budget = self._budget(self._rollout.micro_batch_size, self._rollout.max_tokens_per_gpu)
+        rows = list(range(experience.batch.num_rows))
+        dealt = deal(experience.batch, rows, group.size, budget, self._settings.pad_token_id)
+        return group.logprobs(experience.batch, dealt, self._rollout.temperature, self._timeout)
 
     def _add_logprobs(self, experience: Experience) -> None:
         fields = experience.batch.token_fields
@@ -178,19 +194,20 @@ class RLController:
                 bar.update()
         fields["old_logprobs"] = old
 
-    def _score_probes(self, probes: Sequence[Trajectory]) -> Experience:
+    def _score_probes(self, probes: Sequence[Trajectory]) -> Experience | None:
+        if not probes:
+            return None
         experience = build_experience(probes)
         experience.batch.token_fields["old_logprobs"] = self._logprobs(self._actor, experience)
         return experience
 
     def _update(self, experience: Experience, metrics: StepMetrics) -> None:
-        train = self._config.train
-        generator = torch.Generator().manual_seed(train.seed + self.position.step)
+        train = self._train
         total = len(experience.trajectories)
         sizes = split_updates(total, train.batch_size)
         with self._console.phase("update", total=len(sizes) * train.max_epochs, unit="steps") as bar:
-            for _ in range(train.max_epochs):
-                order = torch.randperm(total, generator=generator).tolist()
+            for epoch in range(train.max_epochs):
+                order = np.random.default_rng([train.seed, self.position.step, epoch]).permutation(total).tolist()
                 for size in sizes:
                     chosen, order = order[:size], order[size:]
                     self._optimizer_step(experience, sorted(chosen), metrics)
@@ -198,11 +215,11 @@ class RLController:
 
     def _optimizer_step(self, experience: Experience, chosen: list[int], metrics: StepMetrics) -> None:
         rows = experience.rows_of(chosen)
-        budget = self._budget(self._config.train.micro_batch_size, self._config.train.max_tokens_per_gpu)
-        batches, _ = deal(experience.batch, rows, self._actor.size, budget, self._pad)
-        units = denominator(experience, rows, self._loss.aggregation)
+        budget = self._budget(self._train.micro_batch_size, self._train.max_tokens_per_gpu)
+        batches, _ = deal(experience.batch, rows, self._actor.size, budget, self._settings.pad_token_id)
+        units = denominator(experience, rows, self._settings.loss.aggregation)
         shares = [StepShare(share, units, self._kl_coef) for share in batches]
-        results = self._actor.call("update", self._loss, timeout=self._timeout, per_rank=shares)
+        results = self._actor.call("update", self._settings.loss, timeout=self._timeout, per_rank=shares)
         metrics.add_update(results)
         self.position.updates += 1
 

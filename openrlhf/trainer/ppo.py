@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -12,19 +13,22 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.data.batching import planned_updates
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sources import load_dataset_mix
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import DTYPES, load_tokenizer
 from openrlhf.rollout.actor import AgentSpec, RolloutActor
 from openrlhf.rollout.engine_spec import EngineSpec, cpu_cache_bytes
 from openrlhf.rollout.pool import RolloutPool
 from openrlhf.tracking.progress import Console
 from openrlhf.trainer.cluster import Place, place_roles, ray_session, role_sizes
-from openrlhf.trainer.controller import RLController
+from openrlhf.trainer.controller import LoopSettings, RLController
 from openrlhf.trainer.policy_update import PolicyLossSpec
-from openrlhf.trainer.rl_outputs import RLOutputs
+from openrlhf.trainer.rl_outputs import OutputSettings, RLOutputs
 from openrlhf.trainer.workers import ModelSpec, WorkerGroup
+from openrlhf.utils.errors import RunError
+from openrlhf.utils.seeds import derive_seed
 from openrlhf.utils.supervise import Supervisor
 
-_ENGINE_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Of --train.step_timeout, what one sample may take, so that a sample which hangs is dropped before the pool gives up.
+_SAMPLE_SHARE = 0.8
 _CPU_SEQUENCES, _GPU_SEQUENCES = 128, 512
 _CLOSE_TIMEOUT_S = 60.0
 
@@ -51,22 +55,18 @@ def run(config: PPOConfig) -> None:
         places = place_roles(config, on_gpu=on_gpu)
         # The engines take the longest to start, so they start first and the models load beside them.
         pool, engines_ready = _start_engines(config, places["engine"], supervisor, on_gpu, len(prompts))
-        actor, ref = _start_models(config, places, supervisor, on_gpu, len(prompts))
-        _check_nodes(supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout), on_gpu)
-        controller = RLController(
-            config,
-            prompts=prompts,
-            pool=pool,
-            actor=actor,
-            ref=ref,
-            loss=loss_spec(config),
-            pad_token_id=tokenizer.pad_token_id,
-            seeded=not on_gpu or config.train.full_determinism_enable,
-            console=console,
-        )
-        outputs = RLOutputs(config, controller, actor, tokenizer, console, to_flags_yaml(config))
+        actor, ref, sender = _start_models(config, places, supervisor, on_gpu, len(prompts))
+        engines = supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
+        _check_nodes(sender, engines)
+        settings = _loop_settings(config, tokenizer.pad_token_id, seeded=not on_gpu or _deterministic(config))
+        controller = RLController(settings, prompts, pool=pool, actor=actor, ref=ref, console=console)
+        outputs = RLOutputs(_output_settings(config, len(prompts)), controller, actor, tokenizer, console)
         _train(controller, outputs)
-        _close(pool, [actor] + ([ref] if ref else []), supervisor)
+        try:
+            _close(pool, [actor] + ([ref] if ref else []), supervisor)
+        except RunError as error:
+            # All results are written; how the workers go is no reason to call the run a failure.
+            console.warn(str(error))
 
 
 def _train(controller: RLController, outputs: RLOutputs) -> None:
@@ -78,6 +78,45 @@ def _train(controller: RLController, outputs: RLOutputs) -> None:
         outputs.finish()
     finally:
         outputs.close()
+
+
+def _deterministic(config: PPOConfig) -> bool:
+    return config.train.full_determinism_enable
+
+
+def _loop_settings(config: PPOConfig, pad_token_id: int, *, seeded: bool) -> LoopSettings:
+    return LoopSettings(
+        rollout=config.rollout,
+        train=config.train,
+        algo=config.algo,
+        loss=loss_spec(config),
+        reward_clip=config.reward.clip_range,
+        engine_dtype=DTYPES[config.ds.param_dtype],
+        pad_token_id=pad_token_id,
+        seeded=seeded,
+    )
+
+
+def _output_settings(config: PPOConfig, num_prompts: int) -> OutputSettings:
+    fixed = {
+        "prompts": num_prompts,
+        "--train.seed": config.train.seed,
+        "--train.batch_size": config.train.batch_size,
+        "--train.max_epochs": config.train.max_epochs,
+        "--train.num_episodes": config.train.num_episodes,
+        "--rollout.batch_size": config.rollout.batch_size,
+        "--rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+        "--actor.lr_scheduler": config.actor.optimizer.lr_scheduler,
+        "--actor.adam.lr": config.actor.optimizer.adam.lr,
+    }
+    return OutputSettings(
+        ckpt=config.ckpt,
+        logger=config.logger,
+        save_samples=config.rollout.save_samples,
+        timeout=config.train.step_timeout,
+        fixed=fixed,
+        config_yaml=to_flags_yaml(config),
+    )
 
 
 def loss_spec(config: PPOConfig) -> PolicyLossSpec:
@@ -130,7 +169,7 @@ def _start_engines(
         )
     spec = EngineSpec(
         model=config.actor.model_name_or_path,
-        dtype=_ENGINE_DTYPES[config.ds.param_dtype],
+        dtype=str(DTYPES[config.ds.param_dtype]).removeprefix("torch."),
         max_model_len=config.data.max_len,
         seed=config.train.seed,
         max_num_seqs=sequences,
@@ -150,10 +189,17 @@ def _start_engines(
         reward_timeout=config.reward.timeout,
         reward_retries=config.reward.max_retries,
         reward_workers=config.reward.workers,
-        sample_timeout=config.train.step_timeout,
+        sample_timeout=_SAMPLE_SHARE * config.train.step_timeout,
     )
     remote = ray.remote(RolloutActor)
-    engines = [remote.options(**place.options(), max_concurrency=100_000).remote(spec, agent) for place in places]
+    engines = [
+        remote.options(**place.options(), max_concurrency=100_000).remote(
+            # Engines with one seed would draw the same numbers for requests that have none of their own.
+            replace(spec, seed=derive_seed(config.train.seed, index) % 2**31),
+            agent,
+        )
+        for index, place in enumerate(places)
+    ]
     pool = RolloutPool(engines, supervisor, samples_in_flight=2 * sequences, timeout=config.train.step_timeout)
     for name, engine in zip(pool.names, engines, strict=True):
         supervisor.watch(name, engine.watch.remote())
@@ -162,7 +208,7 @@ def _start_engines(
 
 def _start_models(
     config: PPOConfig, places: dict[str, list[Place]], supervisor: Supervisor, on_gpu: bool, num_prompts: int
-) -> tuple[WorkerGroup, WorkerGroup | None]:
+) -> tuple[WorkerGroup, WorkerGroup | None, dict[str, Any]]:
     def spec(role: str, **training: Any) -> ModelSpec:
         return ModelSpec(
             model=config.actor.model_name_or_path,
@@ -177,7 +223,7 @@ def _start_models(
         )
 
     groups = {role: WorkerGroup(role, places[role], supervisor) for role in ("actor", "ref") if role in places}
-    groups["actor"].setup(
+    ranks = groups["actor"].setup(
         spec(
             "actor",
             optimizer=config.actor.optimizer,
@@ -196,15 +242,15 @@ def _start_models(
     )
     if "ref" in groups:
         groups["ref"].setup(spec("ref"), config.train.step_timeout)
-    return groups["actor"], groups.get("ref")
+    return groups["actor"], groups.get("ref"), ranks[0]
 
 
-def _check_nodes(started: dict[str, dict[str, Any]], on_gpu: bool) -> None:
-    nodes = {info["node"] for info in started.values()}
-    if len(nodes) > 1 and not on_gpu:
+def _check_nodes(sender: dict[str, Any], engines: dict[str, dict[str, Any]]) -> None:
+    apart = sorted(name for name, info in engines.items() if info["node"] != sender["node"])
+    if apart:
         raise ConfigError(
-            f"the engines stand on {len(nodes)} nodes, and weights travel through one node's shared memory on the CPU: "
-            "run on one node, or lower --vllm.num_engines"
+            f"{', '.join(apart)} and actor worker 0 stand on different nodes, and weights travel through one node's "
+            "shared memory: run on one node that has room for all of them."
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from openrlhf.algorithms.kl import KLEstimator, kl_per_token
+from openrlhf.algorithms.kl import KLEstimator, estimate_kl
 from openrlhf.algorithms.policy_loss import MetricSums
 from openrlhf.backends.base import StepResult
 from openrlhf.data.trajectory import Trajectory
@@ -48,6 +48,8 @@ class StepMetrics:
         self.trajectories = list(trajectories)
         rewards = [t.reward for t in trajectories if t.reward is not None]
         scores = [t.score for t in trajectories if t.score is not None]
+        # A sample that failed before it had tokens has no length.
+        sampled = [t for t in trajectories if t.segments]
         self._tokens = sum(t.total_length for t in trajectories)
         self.values |= {
             "reward/mean": mean(rewards),
@@ -56,15 +58,17 @@ class StepMetrics:
             "score/mean": mean(scores),
             "rollout/samples": float(len(trajectories)),
             "rollout/tokens": float(self._tokens),
-            "rollout/response_length": mean([t.response_length for t in trajectories]),
-            "rollout/truncated": mean([float(t.truncated) for t in trajectories]),
+            "rollout/response_length": mean([t.response_length for t in sampled]),
+            "rollout/truncated": mean([float(t.truncated) for t in sampled]),
             "rollout/prompt_cut": float(sum(t.prompt_tokens_cut > 0 for t in trajectories)),
         }
         for name in sorted({name for t in trajectories for name in t.extra_logs}):
-            self.values[f"reward/{name}"] = mean([t.extra_logs[name] for t in trajectories if name in t.extra_logs])
+            self.values[f"extra/{name}"] = mean([t.extra_logs[name] for t in trajectories if name in t.extra_logs])
 
-    def add_logprob_gap(self, probes: Sequence[Trajectory], scored: Experience) -> None:
-        """Compares the engine's log-probs with the trainer's on the probe samples."""
+    def add_logprob_gap(self, scored: Experience | None) -> None:
+        """Compares the engine's log-probs with the trainer's on the probe samples; None where no probe fitted."""
+        if scored is None:
+            return
         batch = scored.batch
         gap = (batch.token_fields["rollout_logprobs"] - batch.token_fields["old_logprobs"]).abs()[batch.action_mask]
         if gap.numel():
@@ -72,11 +76,11 @@ class StepMetrics:
             self.values["sync/logprob_gap_max"] = gap.max().item()
 
     def add_experience(self, experience: Experience, estimator: KLEstimator) -> None:
-        """Takes the KL to the reference, over the tokens that are trained."""
+        """Takes the KL to the reference over the tokens that are trained, not clamped."""
         batch = experience.batch
         if "ref_logprobs" in batch.token_fields:
             fields = batch.token_fields
-            kl = kl_per_token(fields["old_logprobs"], fields["ref_logprobs"], batch.action_mask, estimator)
+            kl = estimate_kl(fields["old_logprobs"] - fields["ref_logprobs"], estimator)
             self.values["kl/reference"] = kl[batch.action_mask].double().mean().item()
 
     def add_update(self, results: Sequence[RankResult]) -> None:

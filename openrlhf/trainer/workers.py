@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ray.exceptions import RayError
 from openrlhf.backends.base import Backend, StepResult
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
-from openrlhf.rollout.transfer import BUCKET_BYTES, buckets, make_exchange_folder, write_bucket
+from openrlhf.rollout.transfer import Exchange, buckets, write_bucket
 from openrlhf.trainer.cluster import Place
 from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare, update_policy
 from openrlhf.utils.errors import RunError
@@ -134,20 +133,18 @@ class TrainWorker:
             for _ in parameters:
                 pass
             return 0
-        folder = make_exchange_folder(2 * BUCKET_BYTES)
         manifest: dict[str, int] = {}
         nbytes = 0
-        try:
+        with Exchange() as exchange:
             _on_all(engines, "begin_update", timeout=timeout)
             for index, tensors in enumerate(buckets(parameters, dtype)):
-                bucket = write_bucket(folder, index, tensors)
+                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+                bucket = write_bucket(exchange.folder(size), index, tensors)
                 _on_all(engines, "load_bucket", bucket.path, bucket.checksums, timeout=timeout)
                 Path(bucket.path).unlink()
                 manifest.update(bucket.checksums)
                 nbytes += bucket.nbytes
             _on_all(engines, "end_update", manifest, version, timeout=timeout)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return nbytes
 
     def save_hf(self, folder: str) -> None:

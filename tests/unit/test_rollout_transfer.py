@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrlhf.rollout import transfer
-from openrlhf.rollout.transfer import Receipt, TransferError, buckets, checksum, make_exchange_folder, write_bucket
+from openrlhf.rollout.transfer import Exchange, Receipt, TransferError, buckets, checksum, write_bucket
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -302,12 +301,6 @@ def test_the_manifest_of_an_empty_model_closes_nothing_that_received_something(s
         receipt.complete({})
 
 
-def _dead_process() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(timeout=60)
-    return process.pid
-
-
 @pytest.fixture
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Shared memory and a disk of this test alone; ``free`` is what the shared memory has left."""
@@ -315,45 +308,55 @@ def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     roots.shared.mkdir()
     roots.disk.mkdir()
     monkeypatch.setattr(transfer, "SHARED_MEMORY", roots.shared)
+    monkeypatch.setattr(transfer, "_MARGIN_BYTES", 0)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(roots.disk))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=roots.free))
     return roots
 
 
-def test_the_exchange_folder_is_private_and_in_shared_memory(roots: SimpleNamespace) -> None:
-    first, second = make_exchange_folder(1000), make_exchange_folder(1000)
+def test_the_exchange_folder_is_private_in_shared_memory_and_removed_at_the_end(roots: SimpleNamespace) -> None:
+    with Exchange() as first, Exchange() as second:
+        folders = [first.folder(1000), second.folder(1000)]
+        assert folders[0] != folders[1] and folders[0].parent == folders[1].parent == roots.shared
+        assert first.folder(10) == folders[0]
+        assert folders[0].stat().st_mode & 0o077 == 0
+        save_file({"w": torch.zeros(2)}, folders[0] / "w.safetensors")
+    assert list(roots.shared.iterdir()) == []
 
-    assert first != second and first.parent == second.parent == roots.shared
-    assert first.stat().st_mode & 0o077 == 0
-    save_file({"w": torch.zeros(2)}, first / "w.safetensors")
 
-
-def test_a_small_shared_memory_is_passed_over(roots: SimpleNamespace) -> None:
-    assert make_exchange_folder(1001).parent == roots.disk
+def test_a_bucket_that_has_no_room_in_shared_memory_goes_to_the_disk(roots: SimpleNamespace) -> None:
+    with Exchange() as exchange:
+        assert exchange.folder(1000).parent == roots.shared
+        assert exchange.folder(1001).parent == roots.disk
     roots.shared.rmdir()
-    assert make_exchange_folder(10).parent == roots.disk
+    with Exchange() as exchange:
+        assert exchange.folder(10).parent == roots.disk
 
 
-def test_folders_of_dead_processes_are_removed_and_others_are_kept(roots: SimpleNamespace) -> None:
-    live = [make_exchange_folder(10) for _ in range(2)]
-    parent = roots.shared / f"openrlhf-weights-{os.getppid()}-x"
+_KILLED = """
+import sys, os, signal, tempfile
+from pathlib import Path
+from openrlhf.rollout import transfer
+transfer.SHARED_MEMORY = Path(sys.argv[1])
+tempfile.gettempdir = lambda: sys.argv[2]
+folder = transfer.Exchange().folder(10)
+(folder / "bucket-0.safetensors").touch()
+print(folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_folders_of_killed_processes_are_removed_and_others_are_kept(roots: SimpleNamespace) -> None:
+    command = [sys.executable, "-c", _KILLED, str(roots.shared), str(roots.disk)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    dead = Path(killed.stdout.strip())
+    assert dead.is_dir(), killed.stderr
     foreign = [roots.shared / "openrlhf-weights-notes", roots.shared / "elsewhere-1"]
-    dead = [root / f"openrlhf-weights-{_dead_process()}-abc" for root in (roots.shared, roots.disk)]
-    for folder in (parent, *foreign, *dead):
+    for folder in foreign:
         folder.mkdir()
-        (folder / "bucket-0.safetensors").touch()
-
-    made = make_exchange_folder(10)
-
-    assert not any(folder.exists() for folder in dead)
-    assert all(folder.is_dir() for folder in (*live, parent, *foreign, made))
-
-
-def test_what_a_dead_run_left_behind_does_not_take_the_place_of_the_next(
-    roots: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dead = roots.shared / f"openrlhf-weights-{_dead_process()}-abc"
-    dead.mkdir()
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if dead.exists() else 1000))
-
-    assert make_exchange_folder(1000).parent == roots.shared
+    with Exchange() as live:
+        kept = live.folder(10)
+        with Exchange() as exchange:
+            made = exchange.folder(10)
+            assert not dead.exists()
+            assert all(folder.is_dir() for folder in (kept, made, *foreign))
