@@ -190,10 +190,13 @@ class Exchange:
         enough = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= nbytes + _MARGIN_BYTES
         root = SHARED_MEMORY if enough else self._disk
         if root not in self._folders:
-            self._folders[root] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            lock = (self._folders[root] / _LOCK).open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = self._folders[root] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+            # Named once it is locked: another run that starts now would take an open lock for an abandoned one.
+            unnamed = folder / f"{_LOCK}.new"
+            lock = unnamed.open("w")
             self._locks.append(lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            unnamed.rename(folder / _LOCK)
         return self._folders[root]
 
     def close(self) -> None:

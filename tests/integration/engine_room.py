@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from openrlhf.backends.weights import full_parameters
 from openrlhf.rollout.engine_spec import EngineSpec
-from openrlhf.rollout.transfer import Bucket, buckets, make_exchange_folder, write_bucket
+from openrlhf.rollout.transfer import Bucket, Exchange, buckets, write_bucket
 from openrlhf.rollout.vllm_engine import VllmEngine, make_sampling_params
 from tests.tiny_models import make_tiny_model
 
@@ -54,9 +55,10 @@ class Room:
         # vLLM's attention on the CPU wants heads of 32 or more.
         path = make_tiny_model(folder / "model", architecture, hidden=128, **model)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._first: Tensors = self.tensors()
-        self.old = self._first
-        self._folder = make_exchange_folder(64 * 2**20)
+        self._first = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        self.old: Tensors = self.tensors()
+        self._exchange = Exchange()
+        self._folder = self._exchange.folder(64 * 2**20)
         self._files = itertools.count()
         self._seeds = itertools.count(100)
         self._runner = asyncio.Runner()
@@ -88,8 +90,8 @@ class Room:
         return self._runner.run(asyncio.wait_for(work, timeout))
 
     def tensors(self) -> Tensors:
-        """Returns: a copy of the model's weights; tied ones once."""
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        """Returns: a copy of the model's weights as a trainer sends them; tied ones once."""
+        return {name: tensor.clone() for name, tensor in full_parameters(self.model, sharded=False)}
 
     def change(self) -> None:
         """Gives the model other weights, each of them near its first one."""

@@ -18,9 +18,12 @@ from tests.integration.engine_room import FAULTS, MAX_LENGTH, PROMPT, Room, Upda
 EXACT, FAR = 1e-5, 0.05
 ROOMS = {
     "tied, biases": {"architecture": "qwen2", "tie": True},
-    # A vocabulary that the engine pads.
-    "untied": {"architecture": "llama", "tie": False, "vocab": 500},
-}
+    # One dense layer and one of experts, and a vocabulary that the engine pads.
+    "untied, experts": {
+        "architecture": "qwen2_moe", "tie": False, "vocab": 500, "mlp_only_layers": [0], "num_experts": 3,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
+    },
+}  # fmt: skip
 # Weights that the engine holds as one.
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
@@ -103,7 +106,8 @@ def _named(room: Room, fault: Callable, name: str) -> str:
     """What the message has to say of a fault of one tensor."""
     if fault is never_sent:
         # The engine knows its own layers alone.
-        layer = re.sub(r"\w+$", lambda last: FUSED.get(last[0], last[0]), name.rpartition(".")[0])
+        layer = re.sub(r"\.experts\.\d+\.\w+$", ".experts.routed_experts", name.rpartition(".")[0])
+        layer = re.sub(r"\w+$", lambda last: FUSED.get(last[0], last[0]), layer)
         return re.escape(f"layer {layer} ")
     if fault is swapped:
         tensors = room.tensors()

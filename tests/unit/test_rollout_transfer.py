@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -360,3 +362,22 @@ def test_folders_of_killed_processes_are_removed_and_others_are_kept(roots: Simp
             made = exchange.folder(10)
             assert not dead.exists()
             assert all(folder.is_dir() for folder in (kept, made, *foreign))
+
+
+def test_a_folder_is_safe_from_other_runs_while_it_is_made(
+    roots: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def another_run_starts(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        Exchange()
+        lock(*arguments)
+
+    exchange = Exchange()
+    monkeypatch.setattr(fcntl, "flock", another_run_starts)
+
+    assert exchange.folder(10).is_dir()
+    Exchange()
+    assert exchange.folder(10).is_dir()
+    exchange.close()
