@@ -326,7 +326,7 @@ class VllmEngine:
         with _naming_fault():
             await self._engine.finish_weight_update()
             self._updating = False
-            if not await self._engine.reset_prefix_cache():
+            if await self._engine.reset_prefix_cache() is False:
                 raise TransferError("the engine kept its prefix cache, which belongs to older weights")
         self.weight_version = version
         self._whole = True
