@@ -5,8 +5,11 @@ from __future__ import annotations
 from openrlhf.config.commands import PPOConfig, SFTConfig, TrainingConfig
 from openrlhf.config.data import CorpusConfig
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.mixing import mixing_weights, split_names
 
 SLOT = "{}"
+# What a shell leaves of a line break or a tab that was meant.
+LITERAL_ESCAPES = ("\\n", "\\t")
 
 
 def check_data(config: TrainingConfig) -> None:
@@ -17,9 +20,10 @@ def check_data(config: TrainingConfig) -> None:
         ("prompt", data.prompt_dataset, data.prompt_probs) if rl else ("dataset", data.dataset, data.dataset_probs)
     )
     dataset_flag = "--data.prompt_dataset" if rl else "--data.dataset"
-    if not dataset or not dataset.strip():
+    names = split_names(dataset or "")
+    if not names:
         raise ConfigError(f"{dataset_flag} is missing: give a file, a folder or a hub name, or several with commas.")
-    check_probabilities(dataset, probs, dataset_flag, f"--data.{group}_probs")
+    mixing_weights(probs, len(names), f"--data.{group}_probs")
     check_template(data, type(data)().input_template)
     if config.eval.steps > 0 and not config.eval.dataset:
         raise ConfigError("--eval.steps is set without --eval.dataset; name what to evaluate on, or leave it out.")
@@ -32,22 +36,13 @@ def check_data(config: TrainingConfig) -> None:
         )
 
 
-def check_probabilities(dataset: str, probs: str | None, dataset_flag: str, probs_flag: str) -> None:
-    """Raises ConfigError where the mixing probabilities are no numbers or not one for each data set."""
-    if probs is None:
-        return
-    names = dataset.split(",")
-    try:
-        numbers = [float(part) for part in probs.split(",")]
-    except ValueError:
-        raise ConfigError(f"{probs_flag} takes numbers with commas between them, found {probs!r}.") from None
-    if len(numbers) != len(names):
+def check_slots(template: str) -> None:
+    """Raises ConfigError for a template that does not have exactly one slot: it would lose the prompt, or repeat it."""
+    slots = template.count(SLOT)
+    if slots != 1:
         raise ConfigError(
-            f"{probs_flag} holds {len(numbers)} numbers for {len(names)} data sets in {dataset_flag}; give one each."
-        )
-    if not all(0 < number < float("inf") for number in numbers):
-        raise ConfigError(
-            f"{probs_flag} takes numbers above 0, found {probs!r}; leave out a data set that is not wanted."
+            f"--data.input_template has {slots} slots {SLOT} and needs exactly one, where the prompt goes in; found "
+            f"{template!r}."
         )
 
 
@@ -60,11 +55,7 @@ def check_template(data: CorpusConfig, default: str | None) -> None:
     template = data.input_template
     if template is None or template == default:
         return
-    if template.count(SLOT) != 1:
-        raise ConfigError(
-            f"--data.input_template has {template.count(SLOT)} slots {SLOT} and needs exactly one, where the prompt "
-            f"goes in; found {template!r}."
-        )
+    check_slots(template)
     if data.apply_chat_template:
         raise ConfigError(
             "--data.input_template and --data.apply_chat_template are two ways to render a prompt; keep one."
@@ -72,12 +63,12 @@ def check_template(data: CorpusConfig, default: str | None) -> None:
 
 
 def template_notes(data: CorpusConfig) -> list[str]:
-    """Returns: a warning where the shell passed a backslash and an n instead of a line break."""
-    if data.input_template is None or "\\n" not in data.input_template:
-        return []
+    """Returns: a warning for each escape of the shell's that reaches the model as two characters."""
     return [
-        f"--data.input_template holds a literal \\n (two characters), not a line break: {data.input_template!r}; "
-        "in bash, write $'...\\n...'."
+        f"--data.input_template holds a literal {escape} (two characters), which the model sees as it stands: "
+        f"{data.input_template!r}; in bash, write $'...' around the template to get the real character."
+        for escape in LITERAL_ESCAPES
+        if escape in (data.input_template or "")
     ]
 
 
@@ -88,11 +79,16 @@ def check_sft(config: SFTConfig) -> None:
         raise ConfigError(
             "--data.multiturn trains on answers and --model.pretrain_mode_enable on everything; keep one."
         )
-    if data.multiturn and not data.apply_chat_template:
+    check_response(data.output_key, chat=data.apply_chat_template, multiturn=data.multiturn, pretrain=pretrain)
+
+
+def check_response(output_key: str | None, *, chat: bool, multiturn: bool, pretrain: bool) -> None:
+    """Raises ConfigError where nothing tells the response from the prompt; each argument is the flag of its name."""
+    if multiturn and not chat:
         raise ConfigError(
             "--data.multiturn finds the answers through the chat template; add --data.apply_chat_template."
         )
-    if data.output_key is None and not data.apply_chat_template and not pretrain:
+    if output_key is None and not chat and not pretrain:
         raise ConfigError(
             "--data.output_key is missing: name the column of the response, or give conversations with "
             "--data.apply_chat_template, or train on all text with --model.pretrain_mode_enable."

@@ -8,9 +8,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from openrlhf.config.checks_data import check_slots
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import Rows, required_field, row_error
-from openrlhf.data.templates import check_input_template, render_prompt, require_chat_template
+from openrlhf.data.templates import render_prompt, require_chat_template
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class PromptDataset:
             ConfigError: the template cannot be used.
             DataError: a row cannot be used; it names file, row number and columns.
         """
-        check_input_template(input_template)
+        if input_template is not None:
+            check_slots(input_template)
         if apply_chat_template:
             require_chat_template(tokenizer)
         self.rows = rows

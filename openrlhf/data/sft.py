@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from openrlhf.config.checks_data import check_response, check_slots
 from openrlhf.config.errors import ConfigError
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import Rows, required_field, row_error
@@ -19,7 +20,6 @@ from openrlhf.data.tables import Row
 from openrlhf.data.templates import (
     already_templated,
     as_messages,
-    check_input_template,
     encode,
     render_messages,
     render_prompt,
@@ -62,17 +62,11 @@ class SFTFormat:
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for a combination that means nothing."""
-        check_input_template(self.input_template)
-        if self.multiturn and not self.apply_chat_template:
-            raise ConfigError(
-                "--data.multiturn trains on the assistant turns of conversations, which only a chat template renders: "
-                "add --data.apply_chat_template"
-            )
-        if not self.apply_chat_template and self.output_key is None and not self.pretrain_mode:
-            raise ConfigError(
-                "nothing says what the response is: give --data.output_key its column, or --data.apply_chat_template "
-                "for conversations, or --model.pretrain_mode_enable to train on the whole text"
-            )
+        if self.input_template is not None:
+            check_slots(self.input_template)
+        check_response(
+            self.output_key, chat=self.apply_chat_template, multiturn=self.multiturn, pretrain=self.pretrain_mode
+        )
 
 
 def encode_sft_row(tokenizer: Any, row: Row, form: SFTFormat) -> tuple[list[int], list[bool]]:
@@ -123,6 +117,8 @@ def _encode_response(
     if any(token and bare.endswith(token) for token in (end, tokenizer.eos_token)):
         response, closing = bare, ""
     prompt_ids = encode(tokenizer, prompt, templated=templated)
+    if not prompt_ids:
+        raise ValueError(f"the tokenizer makes no token of the prompt {prompt[:40]!r}")
     ids = encode(tokenizer, prompt + response, templated=templated) if response else list(prompt_ids)
     if ids[: len(prompt_ids)] != prompt_ids:
         # The border falls inside a token. At inference the prompt stands alone, so it does here.
@@ -169,6 +165,8 @@ def _encode_whole(tokenizer: Any, value: Any, response: Any, form: SFTFormat) ->
             raise ValueError("the text is empty")
         ids = encode(tokenizer, text, templated=False)
         marker = tokenizer.eos_token_id
+    if not ids:
+        raise ValueError("the tokenizer makes no token of the text")
     mask = [True] * len(ids)
     if marker is not None:
         _append_eos(tokenizer, ids, mask)

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.mixing import mixing_weights, split_names
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import Rows
 from openrlhf.data.tables import READERS, ArrowTable, Table, read_file
@@ -57,8 +58,10 @@ def load_dataset_mix(
         ConfigError: the list or the weights make no sense.
         DataError: a set is missing, empty or cannot be read, or lacks the split.
     """
-    names = _names(spec)
-    weights = _weights(probs, len(names))
+    names = split_names(spec)
+    if not names:
+        raise ConfigError("no data set is named: give --data.dataset, --data.prompt_dataset or --eval.dataset a path")
+    weights = mixing_weights(probs, len(names), "--data.dataset_probs / --data.prompt_probs")
     if max_samples < 1:
         raise ConfigError(f"--data.max_samples {max_samples} leaves no rows: give at least 1")
     groups = [_load(name, split, use_ms) for name in names]
@@ -69,30 +72,6 @@ def load_dataset_mix(
     order = None if weights is None else _mixed_order(sizes, weights, seed, max_samples)
     rows = Rows([table for tables in groups for table in tables], order)
     return rows if len(rows) <= max_samples else rows.take(max_samples)
-
-
-def _names(spec: str) -> list[str]:
-    if Path(spec.strip()).expanduser().exists():
-        return [spec.strip()]
-    names = [name.strip() for name in spec.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("no data set is named: give --data.dataset, --data.prompt_dataset or --eval.dataset a path")
-    return names
-
-
-def _weights(probs: str | None, sets: int) -> list[float] | None:
-    if probs is None or not probs.strip():
-        return None
-    flags = "--data.dataset_probs / --data.prompt_probs"
-    try:
-        weights = [float(part) for part in probs.split(",") if part.strip()]
-    except ValueError:
-        raise ConfigError(f"{flags} {probs!r}: expected numbers with commas between them, such as 0.1,0.9") from None
-    if len(weights) != sets:
-        raise ConfigError(f"{flags} {probs!r} has {len(weights)} numbers for {sets} data sets: give one for each")
-    if not all(0 < weight < float("inf") for weight in weights):
-        raise ConfigError(f"{flags} {probs!r}: every number must be above 0; leave out a data set that is not wanted")
-    return [weight / sum(weights) for weight in weights]
 
 
 def _mixed_order(sizes: list[int], weights: list[float], seed: int, limit: int) -> np.ndarray:

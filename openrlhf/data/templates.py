@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jinja2
 
+from openrlhf.config.checks_data import SLOT
 from openrlhf.config.errors import ConfigError
 
 # Stands in for a message's text where we ask what a template writes around it. Private-use characters: no template
@@ -35,27 +35,6 @@ class Rendered:
     templated: bool
 
 
-def check_input_template(template: str | None) -> None:
-    """Refuses a template without exactly one slot and warns of line breaks that are not ones.
-
-    Raises: ConfigError.
-    """
-    if template is None:
-        return
-    slots = template.count("{}")
-    if slots != 1:
-        raise ConfigError(
-            f"--data.input_template {template!r} has {slots} slots: write {{}} once, where the prompt is to stand"
-        )
-    for escape in ("\\n", "\\t"):
-        if escape in template:
-            warnings.warn(
-                f"--data.input_template {template!r} contains a literal {escape} (a backslash and a letter), which the "
-                f"model sees as it stands; in the shell write $'...' around the template to get the real character",
-                stacklevel=2,
-            )
-
-
 def render_prompt(
     tokenizer: Any, prompt: str | Messages, *, apply_chat_template: bool, input_template: str | None = None
 ) -> Rendered:
@@ -76,7 +55,7 @@ def render_prompt(
             raise ValueError("the prompt is empty")
         if input_template is None:
             return Rendered(prompt, templated=False)
-        before, after = input_template.split("{}")
+        before, after = input_template.split(SLOT)
         return Rendered(before + prompt + after, templated=False)
     if isinstance(prompt, str) and prompt.strip():
         done = already_templated(tokenizer, prompt)

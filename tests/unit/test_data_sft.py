@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.data.errors import DataError
@@ -192,6 +194,24 @@ def test_a_bad_row_is_named_by_file_line_and_columns(bad, form, message, rows_of
         SFTDataset(rows_of(fine, bad), make_tokenizer(), form, max_len=50)
     assert "rows.jsonl, row 2: " in str(caught.value) and message in str(caught.value)
     assert f"(columns: {', '.join(bad)})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "fine", "said"),
+    [
+        (SFTFormat(pretrain_mode=True), {"input": "one two"}, "no token of the text"),
+        (SFTFormat(output_key="output"), {"input": "one", "output": "two"}, "no token of the prompt 'xyz'"),
+        (SFTFormat(pretrain_mode=True, apply_chat_template=True), {"input": "one"}, "no token of the text"),
+    ],
+)
+def test_a_row_that_the_tokenizer_drops_whole_is_named(form, fine, said, rows_of):
+    # No unknown token and no bytes: characters that are not in the vocabulary vanish.
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate("onetw ")}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<end>")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert len(SFTDataset(rows_of(fine, fine), tokenizer, form, max_len=50)) == 2
+    with pytest.raises(DataError, match=f"rows.jsonl, row 2: .*{said}"):
+        SFTDataset(rows_of(fine, {**fine, "input": "xyz"}), tokenizer, form, max_len=50)
 
 
 @pytest.mark.parametrize(

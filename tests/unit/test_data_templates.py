@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.config.errors import ConfigError
 from openrlhf.data.errors import DataError
 from openrlhf.data.prompts import PromptDataset, PromptRecord
+from openrlhf.data.sft import SFTFormat
 from openrlhf.data.sources import load_dataset_mix
-from openrlhf.data.templates import already_templated, check_input_template, encode, render_prompt
+from openrlhf.data.templates import already_templated, encode, render_prompt
 from tests.tiny_models import make_tokenizer
 
 BOS_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}assistant"
@@ -121,18 +121,11 @@ def test_an_unset_template_leaves_the_prompt_as_it_is():
 
 
 @pytest.mark.parametrize("template", ["User: hello", "{} and {}", ""])
-def test_a_template_without_exactly_one_slot_is_refused(template):
-    with pytest.raises(ConfigError, match=r"input_template.*slots.*once"):
-        check_input_template(template)
-
-
-def test_a_literal_backslash_n_in_a_template_is_warned_of():
-    with pytest.warns(UserWarning, match=r"literal \\n"):
-        check_input_template("User: {}\\nAssistant: ")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_input_template("User: {}\nAssistant: ")
-        check_input_template(None)
+def test_a_template_without_exactly_one_slot_is_refused(template, tmp_path):
+    with pytest.raises(ConfigError, match=r"input_template.*slots.*exactly one"):
+        PromptDataset(write(tmp_path, [{"input": "hi"}]), make_tokenizer(), input_template=template)
+    with pytest.raises(ConfigError, match=r"input_template.*slots.*exactly one"):
+        SFTFormat(output_key="output", input_template=template)
 
 
 def test_a_tokenizer_without_chat_template_is_named_with_the_remedy(tmp_path):
