@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from openrlhf.config.flags import Secret
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class PPOCkptConfig(CkptConfig):
 class WandbConfig:
     """Weights & Biases; off while the key is unset."""
 
-    key: str | None = None
-    """API key, or offline to write runs to disk."""
+    key: Annotated[str | None, Secret(plain=("offline",))] = None
+    """API key, or offline to write runs to disk; the key is written to no file."""
     org: str | None = None
     """Entity that owns the run."""
     group: str | None = None

@@ -13,6 +13,17 @@ from openrlhf.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Secret:
+    """Marks a field in its `Annotated` type: its value is never written anywhere, but for words that tell nothing.
+
+    Attributes:
+        plain: values that are no secrets.
+    """
+
+    plain: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Flag:
     """One flag.
 
@@ -24,6 +35,7 @@ class Flag:
         default: the value when nothing is given.
         choices: allowed values, empty where any will do.
         optional: None is a value too.
+        secret: what of its values may be written; None where all may.
     """
 
     name: str
@@ -33,6 +45,7 @@ class Flag:
     default: Any
     choices: tuple[str, ...]
     optional: bool
+    secret: Secret | None = None
 
     @property
     def negative(self) -> str:
@@ -50,6 +63,10 @@ class Flag:
     def value(self, config: Any) -> Any:
         """Returns: what ``config`` holds for this flag."""
         return functools.reduce(getattr, self.path, config)
+
+    def hides(self, value: Any) -> bool:
+        """Returns: whether ``value`` must not be written to a file, a report or a server."""
+        return self.secret is not None and bool(value) and value not in self.secret.plain
 
     def check_words(self, words: list[str], origin: str) -> None:
         """Raises ConfigError where ``words`` cannot be this flag's values; ``origin`` says where they stood."""
@@ -86,7 +103,9 @@ def _walk(group: Any, names: tuple[str, ...], path: tuple[str, ...]):
             yield from _walk(default, names + _prefix(field.name, hints[field.name]), (*path, field.name))
         else:
             name = ".".join((*names, field.name))
-            yield Flag(name, (*path, field.name), *_shape(hints[field.name], default))
+            marks = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else ()
+            secret = next((mark for mark in marks if isinstance(mark, Secret)), None)
+            yield Flag(name, (*path, field.name), *_shape(hints[field.name], default), secret)
 
 
 def _prefix(name: str, hint: Any) -> tuple[str, ...]:

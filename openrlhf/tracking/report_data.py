@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from openrlhf.config.flags_yaml import CONFIG_FILE
 from openrlhf.tracking.jsonl import read_jsonl
 from openrlhf.tracking.metrics import METRICS_FILE
 from openrlhf.tracking.progress import PHASES
@@ -16,7 +17,6 @@ from openrlhf.tracking.rollouts import ROLLOUTS_FILE
 MAX_POINTS = 600
 COLOURS = 6
 SMOOTH_FROM = 30
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ LAYOUTS = (
         (("mean", "sync/logprob_gap"), ("largest", "sync/logprob_gap_max")),
         log=True,
     ),
-    Layout("Entropy", "nats per token", (("entropy", "policy/entropy"),)),
     Layout("Policy change in an update", "nats per token", (("old − new log-prob", "policy/ppo_kl"),)),
     Layout("Clipped tokens", "share", (("clip fraction", "policy/clip_fraction"),)),
     Layout("Truncated responses", "share", (("truncated", "rollout/truncated"),)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ SFT = {
 def make_files(folder: Path) -> None:
     """Writes what the command lines name, as far as the checks look."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
+    (folder / "model" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 2048}')
     (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0]}\n")
 
 
@@ -71,7 +72,7 @@ def _value(flag: Flag, given: list[str]) -> Any:
         return given == ["True"]
     if flag.optional and given == ["None"]:
         return None
-    values = tuple(flag.kind(word) for word in given)
+    values = tuple(json.loads(word) if flag.kind is dict else flag.kind(word) for word in given)
     return values if flag.nargs else values[0]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from openrlhf.config import COMMANDS, ConfigError, parse, resolve, to_flags_yaml
 from openrlhf.config.flags import flags_of
-from tests.unit.config_args import RL, SFT, built, words
+from tests.unit.config_args import RL, SFT, built, with_value, words
 
 
 def rl(*words: str, notes: list[str] | None = None):
@@ -269,6 +270,30 @@ def test_changed_config_comes_back_from_its_yaml(tmp_path):
     file = write(tmp_path, to_flags_yaml(config))
 
     assert dataclasses.replace(rl("--config", file), config=None) == config
+
+
+# Flags whose names say that their values open something: keys of data columns and metrics do not.
+SECRET_NAME = re.compile(r"(^|[._])(token|password|secret|credentials|(api|wandb\.|access)_?key)$")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_secret_is_marked_and_never_written(command):
+    flags = flags_of(COMMANDS[command])
+    secret = [flag for flag in flags.values() if flag.secret is not None]
+    assert {flag.name for flag in secret} == {name for name in flags if SECRET_NAME.search(name)}
+    config = COMMANDS[command]()
+    for flag in secret:
+        config = with_value(config, flag, f"hidden {flag.name}")
+    assert "hidden" not in to_flags_yaml(config)
+    for flag in secret:
+        for word in flag.secret.plain:
+            assert f"{flag.name.rpartition('.')[2]}: {word}\n" in to_flags_yaml(with_value(config, flag, word))
+
+
+def test_a_word_that_tells_nothing_is_kept_and_comes_back(tmp_path):
+    config = resolve(sft("--logger.wandb.key", "offline"))
+    file = write(tmp_path, to_flags_yaml(config))
+    assert dataclasses.replace(sft("--config", file), config=None) == config
 
 
 def test_resolving_fills_what_was_left_open_and_nothing_else():
