@@ -9,10 +9,24 @@ from openrlhf.config.model import PlacementConfig
 
 SYNC_BACKENDS = ("nccl", "gloo", "ipc", "shm")
 
+# Engine arguments that the run relies on, and what decides them.
+RESERVED_ENGINE_ARGUMENTS = {
+    "model": "--actor.model_name_or_path",
+    "dtype": "--ds.param_dtype",
+    "max_model_len": "--data.max_len",
+    "seed": "--train.seed",
+    "tensor_parallel_size": "--vllm.tensor_parallel_size",
+    "trust_remote_code": "--trust_remote_code",
+    "logprobs_mode": "the comparison of the engine's log-probs with the trainer's",
+    "weight_transfer_config": "the transfer of weights",
+    "worker_extension_cls": "the transfer of weights",
+}
+
 
 def check_rl(config: PPOConfig) -> None:
     """Raises ConfigError where flags of RL do not fit together."""
     check_reward_source(config)
+    check_deadlines(config)
     check_groups(config)
     check_batches(config)
     check_schedule(config)
@@ -20,6 +34,7 @@ def check_rl(config: PPOConfig) -> None:
     check_correction(config)
     check_penalties(config)
     check_colocation(config)
+    check_engine_arguments(config)
     if config.vllm.sync_backend not in SYNC_BACKENDS:
         known = ", ".join(SYNC_BACKENDS)
         raise ConfigError(f"--vllm.sync_backend must be one of {known}, found {config.vllm.sync_backend!r}.")
@@ -46,6 +61,17 @@ def check_reward_source(config: PPOConfig) -> None:
         raise ConfigError(f"{' and '.join(given)} are given, but rewards come from one source; keep one.")
     if url and not url.endswith(".py") and not url.startswith(("http://", "https://")):
         raise ConfigError(f"--reward.remote_url takes a Python file (.py) or an http address, found {url!r}.")
+
+
+def check_deadlines(config: PPOConfig) -> None:
+    """Raises ConfigError where a reward function that hangs would end the run before its sample is given up."""
+    reward, step = config.reward, config.train.step_timeout
+    longest = reward.timeout * (1 + reward.max_retries)
+    if config.reward.remote_url and longest >= step:
+        raise ConfigError(
+            f"--reward.timeout {reward.timeout:g} x (1 + --reward.max_retries {reward.max_retries}) = {longest:g} s is "
+            f"not below --train.step_timeout {step:g}, after which the run stops; lower the former or raise the latter."
+        )
 
 
 def check_groups(config: PPOConfig) -> None:
@@ -140,6 +166,15 @@ def check_penalties(config: PPOConfig) -> None:
         raise ConfigError(
             f"--reward.overlong_buffer_len {buffer} is longer than --rollout.max_new_tokens {longest}; lower it."
         )
+
+
+def check_engine_arguments(config: PPOConfig) -> None:
+    """Raises ConfigError where --vllm.extra would change what agents, trainer or weight transfer rely on."""
+    for name in config.vllm.extra:
+        # vLLM's command line writes dashes, and a user may copy it.
+        owner = RESERVED_ENGINE_ARGUMENTS.get(name.replace("-", "_"))
+        if owner is not None:
+            raise ConfigError(f"--vllm.extra must leave {name!r} out: {owner} decides it.")
 
 
 def check_colocation(config: PPOConfig) -> None:

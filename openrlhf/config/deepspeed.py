@@ -57,7 +57,7 @@ class DeepSpeedConfig(LoadingConfig):
     use_liger_kernel: bool = False
     """Patch the model with Liger's fused kernels."""
     grad_accum_dtype: str | None = None
-    """Number format in which gradients of micro-batches are added up; unset leaves it to DeepSpeed."""
+    """Number format in which gradients of micro-batches are added up; unset means fp32."""
     overlap_comm: bool = False
     """Overlap gradient reduction with the backward pass."""
     deepcompile: bool = False

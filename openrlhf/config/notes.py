@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 
 from openrlhf.config.algo import WHITENING_ESTIMATORS
 from openrlhf.config.checks_data import template_notes
-from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
+from openrlhf.config.commands import Config, PPOConfig, SFTConfig, TrainingConfig
 from openrlhf.config.flags import flags_of
 
 
@@ -33,6 +33,11 @@ TRAINING = (
         ("model.gradient_checkpointing_reentrant",),
         lambda c: c.model.gradient_checkpointing_enable,
         "without --model.gradient_checkpointing_enable",
+    ),
+    Dependent(
+        ("data.input_template",),
+        lambda c: not (isinstance(c, SFTConfig) and c.model.pretrain_mode_enable),
+        "under --model.pretrain_mode_enable: the text is trained as it is",
     ),
     Dependent(
         ("data.tokenizer_chat_template",), lambda c: c.data.apply_chat_template, "without --data.apply_chat_template"
@@ -64,6 +69,11 @@ RL = (
         ("ref.*", "algo.kl.estimator", "algo.kl.use_loss"),
         lambda c: c.algo.kl.enabled,
         "while --algo.kl.init_coef is 0: there is no reference model",
+    ),
+    Dependent(
+        ("ds.value_head_prefix",),
+        lambda c: c.algo.advantage.estimator == "gae" or c.reward.model_name_or_path is not None,
+        "without a critic (--algo.advantage.estimator gae) or a --reward.model_name_or_path",
     ),
     Dependent(("algo.kl.horizon",), lambda c: c.algo.kl.target is not None, "without --algo.kl.target"),
     Dependent(

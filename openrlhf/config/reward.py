@@ -16,7 +16,7 @@ class RewardConfig(PlacementConfig):
     remote_url: str | None = None
     """Python file with reward_func(queries, prompts, labels), or URL of a reward server."""
     timeout: float = 300.0
-    """Seconds that one call of the reward source may take."""
+    """Seconds that one call of the reward source may take; all tries together stay below --train.step_timeout."""
     max_retries: int = 2
     """Further tries after a failed or overdue call; then the sample is dropped and counted."""
     workers: int = 4

@@ -65,6 +65,6 @@ class VllmConfig:
     gpu_memory_utilization: float = 0.95
     """Share of a GPU's memory that an engine may take."""
     extra: JsonObject = field(default_factory=dict)
-    """Further engine arguments of vLLM as a JSON object, e.g. '{"max_num_seqs": 64}'."""
+    """Further engine arguments of vLLM as a JSON object, e.g. '{"max_num_seqs": 64}'; none that other flags decide."""
     start_timeout: float = 900.0
     """Seconds that an engine may take to start."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from openrlhf.config import ConfigError, notes
-from openrlhf.config.checks_rl import check_rl
+from openrlhf.config.checks_rl import RESERVED_ENGINE_ARGUMENTS, check_rl
 from openrlhf.config.checks_training import check_training
 from openrlhf.config.notes import batch_notes
 from tests.unit.config_args import RL, SFT, built, checked, environment, make_files, rl, sft
@@ -209,6 +211,30 @@ def test_rewards_come_from_one_source():
     assert "(.py) or an http address, found 'reward'" in refusal(rl, "--reward.remote_url", "reward")
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--reward.timeout", "1200"],
+        ["--reward.timeout", "600", "--reward.max_retries", "5"],
+        ["--train.step_timeout", "900"],
+        ["--reward.timeout", "300", "--reward.max_retries", "0", "--train.step_timeout", "100"],
+    ],
+)
+def test_a_reward_that_hangs_must_be_given_up_before_the_step_is(extra):
+    message = refusal(rl, *extra)
+    assert all(flag in message for flag in ("--reward.timeout", "--reward.max_retries", "--train.step_timeout"))
+    rl("--reward.timeout", "1199")
+    rl("--reward.timeout", "30", "--train.step_timeout", "100")
+
+
+@pytest.mark.parametrize("name", RESERVED_ENGINE_ARGUMENTS)
+def test_engine_arguments_that_the_run_relies_on_are_refused(name):
+    for spelling in {name, name.replace("_", "-")}:
+        message = refusal_of_rl_alone("--vllm.extra", json.dumps({"max_num_seqs": 8, spelling: None}))
+        assert f"--vllm.extra must leave {spelling!r} out" in message
+    check_rl(built("train_ppo_ray", RL, "--vllm.extra", '{"max_num_seqs": 8}'))
+
+
 def test_unknown_sync_backend_is_refused():
     assert "--vllm.sync_backend must be one of nccl" in refusal(rl, "--vllm.sync_backend", "mpi")
 
@@ -224,8 +250,9 @@ def test_template_without_exactly_one_slot_is_refused(make, template, slots):
 
 
 def test_literal_backslash_n_in_a_template_is_warned_about():
-    (note,) = notes(rl("--data.input_template", "User: {}\\nAssistant: "))
-    assert "--data.input_template" in note and "literal \\n" in note
+    for escape in ("\\n", "\\t"):
+        (note,) = notes(rl("--data.input_template", f"User: {{}}{escape}Assistant: "))
+        assert "--data.input_template" in note and f"literal {escape}" in note
     assert notes(rl("--data.input_template", "User: {}\nAssistant: ")) == []
 
 
@@ -246,6 +273,15 @@ def test_missing_model_and_data_are_named():
 def test_mixing_weights_must_be_one_number_above_0_for_each_data_set(probs):
     assert "--data.dataset_probs" in refusal(sft, "--data.dataset", "a, b", f"--data.dataset_probs={probs}")
     sft("--data.dataset", "a, b", "--data.dataset_probs", "0.3,0.7")
+    sft("--data.dataset", "a , b,", "--data.dataset_probs", "0.3,0.7")
+
+
+def test_data_sets_are_counted_as_they_are_loaded(tmp_path):
+    """A path that exists is one data set, commas and all; blanks and a comma at the end make no further one."""
+    (tmp_path / "a,b.jsonl").write_text('{"input": "q", "output": "a"}\n')
+    sft("--data.dataset", "a,b.jsonl", "--data.dataset_probs", "1")
+    assert "2 numbers for 1 data sets" in refusal(sft, "--data.dataset", "a,b.jsonl", "--data.dataset_probs", "1,1")
+    assert "--data.dataset is missing" in refusal(sft, "--data.dataset", " , ")
 
 
 def test_evaluation_steps_need_something_to_evaluate_on():
@@ -321,6 +357,20 @@ def test_sharding_options_must_fit_each_other():
 def test_flag_without_effect_is_named(extra, said):
     (note,) = notes(rl(*extra))
     assert note.startswith(said)
+
+
+def test_the_value_head_is_a_matter_of_models_that_have_one():
+    (note,) = notes(rl("--ds.value_head_prefix", "value"))
+    assert note.startswith("--ds.value_head_prefix has no effect without a critic")
+    critic = ["--ds.value_head_prefix", "value", "--algo.advantage.estimator", "gae"]
+    assert notes(built("train_ppo_ray", RL, *critic)) == []
+
+
+def test_a_template_for_text_that_is_trained_as_it_is_is_named():
+    extra = ["--data.input_template", "Q: {}", "--model.pretrain_mode_enable"]
+    (note,) = notes(sft(*extra))
+    assert note.startswith("--data.input_template has no effect under --model.pretrain_mode_enable")
+    assert notes(sft("--data.input_template", "Q: {}")) == []
 
 
 def test_std_norm_is_a_matter_of_the_estimators_that_whiten():
