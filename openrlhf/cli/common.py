@@ -7,9 +7,21 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
-from openrlhf.config import ConfigError, check, check_device, device_notes, known_device, notes, parse, resolve
+from openrlhf.config import (
+    ConfigError,
+    check,
+    check_device,
+    device_notes,
+    known_device,
+    notes,
+    parse,
+    resolve,
+    settle_device,
+)
 from openrlhf.config.commands import Config, TrainingConfig
+from openrlhf.config.flags import flags_of
 from openrlhf.config.parse import print_note
 from openrlhf.data.errors import DataError
 from openrlhf.utils.errors import RunError
@@ -34,25 +46,22 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
     words = sys.argv[1:] if argv is None else argv
     try:
         config = prepare(command, words)
-        if isinstance(config, TrainingConfig) and config.dry_run:
-            _call("openrlhf.trainer.dry_run:run", config)
-            return
+        if isinstance(config, TrainingConfig):
+            _call("openrlhf.trainer.preflight:run", config)
+            if config.dry_run:
+                _call("openrlhf.trainer.dry_run:run", config)
+                return
     except USER_ERRORS as error:
-        # All ranks of a launcher find the same, and one of each node says it. The others wait for it, because a
-        # launcher ends all as soon as one is gone.
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            _complain(command, error)
-        else:
-            time.sleep(SPEAKER_S)
-        sys.exit(2)
+        # Every rank has found the same, so none but the first of each node has anything to add.
+        _leave(command, error, status=2, lone=False)
     try:
         _call(str(target), config)
     except USER_ERRORS as error:
-        _complain(command, error)
-        sys.exit(2)
-    except RunError as error:
-        _complain(command, error)
-        sys.exit(1)
+        _leave(command, error, status=2)
+    except Exception as error:
+        if not isinstance(error, _run_errors()):
+            raise
+        _leave(command, error, status=1)
 
 
 def prepare(command: str, argv: Sequence[str]) -> Config:
@@ -61,9 +70,12 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
     Raises: ConfigError.
     """
     config = parse(command, argv)
+    _hide_secrets(config)
     check(config)
     found = notes(config)
     if isinstance(config, TrainingConfig):
+        config, settled = settle_device(config)
+        found += settled
         device = known_device(config)
         if device is not None:
             check_device(config, device)
@@ -73,12 +85,50 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
     return resolve(config)
 
 
+def _hide_secrets(config: Config) -> None:
+    """Takes secrets out of the process's command line, which W&B, among others, shows beside a run."""
+    for flag in flags_of(type(config)).values():
+        value = flag.value(config)
+        if flag.hides(value):
+            sys.argv[:] = [word.replace(value, "***") for word in sys.argv]
+
+
 def _call(target: str, config: Config) -> None:
     module, _, function = target.partition(":")
-    vars(importlib.import_module(module))[function](config)
+    getattr(importlib.import_module(module), function)(config)
 
 
-def _complain(command: str, error: Exception) -> None:
-    # Ray wraps what a worker raised; the sentence stands in its cause.
-    cause = error.__dict__.get("cause")
-    print(f"openrlhf {command}: {cause if isinstance(cause, USER_ERRORS) else error}", file=sys.stderr)
+def _run_errors() -> tuple[type[Exception], ...]:
+    """What ends a run in a sentence. Asked for once something was raised: these modules load torch."""
+    from openrlhf.backends.deepspeed_backend import GradientError
+    from openrlhf.backends.distributed import RankError
+    from openrlhf.rollout.transfer import TransferError
+
+    return RunError, RankError, GradientError, TransferError
+
+
+def _leave(command: str, error: Exception, *, status: int, lone: bool = True) -> NoReturn:
+    """Says what is wrong, once for all ranks of a node, and exits.
+
+    A launcher ends all ranks as soon as one is gone, so the others leave the first one the time to speak. A rank that
+    is still there after that was not heard: it may have met alone what is wrong.
+
+    Args:
+        lone: a rank may have met it alone.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if rank:
+        time.sleep(SPEAKER_S)
+    if not rank or lone:
+        who = f"{command} (local rank {rank})" if rank else command
+        print(f"openrlhf {who}: {_sentence(error)}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _sentence(error: Exception) -> str:
+    if not type(error).__module__.startswith("ray."):
+        return str(error)
+    from ray.exceptions import RayTaskError
+
+    # An error of a worker: Ray's text is its traceback, and the sentence stands in the cause.
+    return str(error.cause if isinstance(error, RayTaskError) else error)

@@ -2,7 +2,7 @@
 
 from openrlhf.config.algo import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.config.checks import check, resolve
-from openrlhf.config.checks_system import check_device, detect_device, device_notes, known_device
+from openrlhf.config.checks_system import check_device, detect_device, device_notes, known_device, settle_device
 from openrlhf.config.ckpt import CkptConfig, LoggerConfig, PPOCkptConfig, WandbConfig
 from openrlhf.config.commands import (
     COMMANDS,
@@ -110,5 +110,6 @@ __all__ = [
     "notes",
     "parse",
     "resolve",
+    "settle_device",
     "to_flags_yaml",
 ]

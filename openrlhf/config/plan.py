@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from openrlhf.config.deepspeed import DeepSpeedConfig
+from openrlhf.config.precision import PRECISIONS
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GIB = 2**30
 
 # Saved activations of one transformer layer, in bytes per token and hidden unit at 16 bits, attention scores not kept
@@ -26,7 +26,6 @@ class ModelFacts:
         hidden: width of the residual stream.
         layers: transformer layers.
         vocab: rows of the output head.
-        heads: attention heads.
         context: tokens that it was made for; None where its config names none.
     """
 
@@ -34,7 +33,6 @@ class ModelFacts:
     hidden: int
     layers: int
     vocab: int
-    heads: int
     context: int | None
 
 
@@ -54,7 +52,7 @@ def training_memory(
 
     Returns: bytes by part.
     """
-    size = BYTES[ds.param_dtype]
+    size = PRECISIONS[ds.param_dtype].size
     # Half precision without sharding keeps its states as stage 1 does.
     stage = 1 if ds.zero_stage == 0 and size == 2 else ds.zero_stage
     layer = ACTIVATION_BYTES * size / 2 * tokens * facts.hidden
@@ -73,7 +71,7 @@ def inference_memory(facts: ModelFacts, ds: DeepSpeedConfig, *, ranks: int, toke
 
     Returns: bytes by part.
     """
-    size = BYTES[ds.param_dtype]
+    size = PRECISIONS[ds.param_dtype].size
     return {
         "weights": facts.parameters * size / (ranks if ds.zero_stage == 3 else 1),
         "activations": ACTIVATION_BYTES * size / 2 * tokens * facts.hidden,

@@ -12,11 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import sdpa_mask
 
 from openrlhf.config.errors import ConfigError
-
-SEGMENT = "segment_sdpa"
-
-# The package that each kernel comes from. Newest first: the order of "auto" on CUDA.
-FLASH_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+from openrlhf.config.kernels import FLASH_PACKAGES, SEGMENT, check_installed, check_runs
 
 # Rows are padded into one call rather than looped over while that costs at most this much more work.
 PADDING_WASTE = 1.5
@@ -120,30 +116,24 @@ def _segment_fits(config: PretrainedConfig, model_class: type) -> bool:
     )
 
 
-def choose_attention(config: PretrainedConfig, model_class: type, requested: str, device: torch.device) -> str:
+def choose_attention(
+    config: PretrainedConfig, model_class: type, requested: str, device: torch.device, dtype: torch.dtype
+) -> str:
     """Picks the attention implementation that transformers is told.
 
     Args:
-        requested: ``--ds.attn_implementation``; "auto" takes the best that is installed and that the device can run.
+        requested: ``--ds.attn_implementation``; "auto" takes the best that is installed and that can run there.
+        dtype: of the weights; flash attention takes 16 bits alone.
 
     Raises:
-        ConfigError: a kernel was asked for by name and is not installed, or the device cannot run it.
+        ConfigError: a kernel was asked for by name and is not installed, or cannot run there.
     """
-    if requested in FLASH_PACKAGES:
-        if device.type != "cuda":
-            raise ConfigError(
-                f"--ds.attn_implementation {requested} needs a GPU and the device is {device.type}; take auto"
-            )
-        if find_spec(FLASH_PACKAGES[requested]) is None:
-            raise ConfigError(
-                f"--ds.attn_implementation {requested} needs the package {FLASH_PACKAGES[requested]}, "
-                "which is not installed; install it or take auto"
-            )
+    half = dtype in (torch.bfloat16, torch.float16)
     if requested != "auto":
-        if requested not in ("eager", *AttentionInterface().valid_keys()):
-            raise ConfigError(f"--ds.attn_implementation {requested} is not known; take auto")
+        check_runs(requested, device=device.type, half=half)
+        check_installed(requested)
         return requested
-    if device.type == "cuda" and model_class._supports_flash_attn:
+    if device.type == "cuda" and half and model_class._supports_flash_attn:
         for name, package in FLASH_PACKAGES.items():
             if find_spec(package) is not None:
                 return name

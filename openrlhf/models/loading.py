@@ -6,19 +6,85 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from openrlhf.config.checks_system import looks_local
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.precision import PRECISIONS
 from openrlhf.models.attention import choose_attention
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# --ds.param_dtype -> torch's type.
+DTYPES: dict[str, torch.dtype] = {flag: getattr(torch, precision.name) for flag, precision in PRECISIONS.items()}
+
+# What transformers raises over what it finds or does not find: files that are missing or broken, a hub that cannot be
+# reached, a kind of model that it does not know, code that needs a package.
+_READ_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+
+
+@contextmanager
+def _reading(what: str, path: str | Path) -> Iterator[None]:
+    """Turns what a missing, unreachable, unknown or broken model raises into one sentence.
+
+    Raises: ConfigError.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except _READ_ERRORS as error:
+        if looks_local(str(path)) and not Path(path).expanduser().exists():
+            reason = "there is no such folder"
+        elif "trust_remote_code" in str(error):
+            reason = "it comes with Python code of its own, which runs only where --trust_remote_code allows it"
+        else:
+            reason = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        raise ConfigError(f"no {what} can be loaded from {path}: {reason}") from error
+
+
+def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Loads the config of a model.
+
+    Raises: ConfigError where there is none that transformers knows.
+    """
+    with _reading("model", path):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Returns: tokens that a model was made for, stretched rotary positions counted; None where nothing bounds them."""
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Kinds of stretching whose factor is not yet in max_position_embeddings. A model with several kinds of layers
+    # (Gemma 3) has a dictionary for each, and its length is the stretched one.
+    if length is not None and rope.get("rope_type") in ("linear", "dynamic", "yarn"):
+        length = max(length, int(rope.get("factor", 1.0) * (rope.get("original_max_position_embeddings") or length)))
+    return length
+
+
+def check_context(path: str | Path, max_len: int, *, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError where rows of ``max_len`` tokens (--data.max_len) are longer than a model can place."""
+    context = context_length(load_config(path, trust_remote_code=trust_remote_code))
+    if context is not None and max_len > context:
+        raise ConfigError(
+            f"--data.max_len {max_len} is longer than the {context} tokens that {path} was made for; lower it."
+        )
 
 
 @contextmanager
@@ -90,16 +156,13 @@ def load_causal_lm(
             DeepSpeed chose.
 
     Raises:
-        ConfigError: there is no such model, or the attention kernel cannot run here.
+        ConfigError: there is no such model, it cannot be read, or the attention kernel cannot run here.
     """
     device = torch.device(device)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ConfigError(f"no model can be loaded from {path}: {str(error).splitlines()[0]}") from error
+    config = load_config(path, trust_remote_code=trust_remote_code)
     model_class = _model_class(config, path, trust_remote_code)
-    implementation = choose_attention(config, model_class, attn_implementation, device)
-    with _parameters_born_sharded(zero3):
+    implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
+    with _reading("model", path), _parameters_born_sharded(zero3):
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -143,8 +206,15 @@ def load_tokenizer(
 
     Args:
         chat_template: takes the place of the tokenizer's own.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    with _reading("tokenizer", path):
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    # Where its files are missing, transformers makes some tokenizers out of nothing, which turn every text into none.
+    if tokenizer.get_vocab().keys() <= {str(token) for token in tokenizer.added_tokens_decoder.values()}:
+        raise ConfigError(f"no tokenizer can be loaded from {path}: its vocabulary is empty, so its files are missing")
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if tokenizer.pad_token_id is None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from openrlhf.config import ConfigError, PPOConfig, SFTConfig, detect_device
 from openrlhf.config.checks_training import training_ranks
@@ -28,7 +27,7 @@ from openrlhf.data.rows import Rows
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.data.templates import encode
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import context_length, load_config, load_tokenizer
 
 # Rows that are rendered and tokenised; the run itself looks at all.
 PEEK = 200
@@ -100,7 +99,6 @@ def rl_plan(config: PPOConfig) -> Plan:
     """
     plan = Plan(f"Plan of {command_of(config)} (nothing was started)")
     facts = add_model(plan, config, config.actor.model_name_or_path)
-    check_engine(config, facts)
     tokenizer = _tokenizer(config, config.actor.model_name_or_path)
     data = config.data
     rows = load_dataset_mix(
@@ -121,17 +119,12 @@ def rl_plan(config: PPOConfig) -> Plan:
 def add_model(plan: Plan, config: SFTConfig | PPOConfig, path: str) -> ModelFacts:
     """Adds what is known of the model without loading its weights.
 
-    Raises: ConfigError where there is no such model, or rows are longer than it can take.
+    Raises: ConfigError where there is no such model.
     """
     facts, kind = model_facts(path, config.trust_remote_code)
     cells = [("path", path), ("kind", f"{kind}, {count_words(facts.parameters)} parameters in {config.ds.param_dtype}")]
     if facts.context is not None:
         cells.append(("context", f"{facts.context} tokens, of which --data.max_len uses {config.data.max_len}"))
-        if config.data.max_len > facts.context:
-            raise ConfigError(
-                f"--data.max_len {config.data.max_len} is longer than the {facts.context} tokens that {path} was made "
-                "for; lower it."
-            )
     plan.add("model", cells)
     return facts
 
@@ -141,32 +134,21 @@ def model_facts(path: str, trust_remote_code: bool) -> tuple[ModelFacts, str]:
 
     Raises: ConfigError where it cannot be read.
     """
+    config = load_config(path, trust_remote_code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the model {path} cannot be read: {str(error).splitlines()[0]}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no language model: {str(error).splitlines()[0]}") from error
     text = config.get_text_config()
     facts = ModelFacts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         vocab=text.vocab_size,
-        heads=text.to_dict().get("num_attention_heads") or 1,
-        context=text.to_dict().get("max_position_embeddings"),
+        context=context_length(config),
     )
     return facts, config.model_type
-
-
-def check_engine(config: PPOConfig, facts: ModelFacts) -> None:
-    """Raises ConfigError where an engine cannot split the model over its GPUs."""
-    size = config.vllm.tensor_parallel_size
-    if facts.heads % size:
-        raise ConfigError(
-            f"--vllm.tensor_parallel_size {size} does not divide the model's {facts.heads} attention heads; take a "
-            "divisor."
-        )
 
 
 def data_cells(flag: str, spec: str, rows: Rows) -> Cells:
@@ -311,16 +293,12 @@ def resources() -> tuple[int, int | None, str]:
 
 
 def _tokenizer(config: SFTConfig | PPOConfig, path: str) -> Any:
-    template = config.data.tokenizer_chat_template if isinstance(config, SFTConfig) else None
-    try:
-        return load_tokenizer(
-            path,
-            use_fast=not config.data.disable_fast_tokenizer,
-            trust_remote_code=config.trust_remote_code,
-            chat_template=template,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the tokenizer of {Path(path)} cannot be read: {str(error).splitlines()[0]}") from error
+    return load_tokenizer(
+        path,
+        use_fast=not config.data.disable_fast_tokenizer,
+        trust_remote_code=config.trust_remote_code,
+        chat_template=config.data.tokenizer_chat_template if isinstance(config, SFTConfig) else None,
+    )
 
 
 def _sizes(updates: Sequence[int]) -> str:

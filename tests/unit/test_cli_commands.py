@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
-from openrlhf.cli import main
+from openrlhf.cli import common, main
 from openrlhf.cli.common import prepare, run_command
 from tests.unit.config_args import RL, SFT, make_files, words
 
@@ -95,6 +96,89 @@ def test_mistake_found_while_running_is_said_without_a_traceback(files, monkeypa
 
     assert caught.value.code == 2
     assert " is wrong" in capsys.readouterr().err
+
+
+RUN_FAULTS = {
+    "openrlhf.utils.errors": "RunError",
+    "openrlhf.backends.distributed": "RankError",
+    "openrlhf.backends.deepspeed_backend": "GradientError",
+    "openrlhf.rollout.transfer": "TransferError",
+}
+
+
+def raising_room(folder, monkeypatch, module: str, name: str) -> str:
+    """Writes a module whose run() raises; returns its target."""
+    (folder / "fault_room.py").write_text(
+        f"from {module} import {name}\ndef run(config):\n    raise {name}('the disk is full')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "fault_room", raising=False)
+    return "fault_room:run"
+
+
+@pytest.mark.parametrize("module", RUN_FAULTS)
+def test_a_run_that_cannot_go_on_ends_in_one_sentence_and_status_1(module, files, monkeypatch, capsys):
+    target = raising_room(files, monkeypatch, module, RUN_FAULTS[module])
+    with pytest.raises(SystemExit) as caught:
+        run_command("train_sft", target, words(SFT))
+
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "openrlhf train_sft: the disk is full\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "status"),
+    [("openrlhf.config", "ConfigError", 2), ("openrlhf.backends.distributed", "RankError", 1)],
+)
+def test_the_first_rank_of_a_node_speaks_and_another_only_where_it_was_not_ended(
+    module, name, status, files, monkeypatch, capsys
+):
+    """A launcher ends all ranks once one is gone; a rank that it did not end may have failed alone."""
+    target = raising_room(files, monkeypatch, module, name)
+    said = []
+
+    monkeypatch.setattr(common.time, "sleep", lambda seconds: said.append(capsys.readouterr().err))
+    for rank, sentence in (("0", "openrlhf train_sft: "), ("3", "openrlhf train_sft (local rank 3): ")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            run_command("train_sft", target, words(SFT))
+        assert caught.value.code == status
+        assert capsys.readouterr().err == f"{sentence}the disk is full\n"
+    assert said == [""]
+
+
+def test_an_error_that_ray_brings_from_a_worker_is_said_without_its_traceback(files, monkeypatch, capsys):
+    (files / "ray_room.py").write_text(
+        "from ray.exceptions import RayTaskError\nfrom openrlhf.backends.distributed import RankError\n"
+        "def run(config):\n"
+        "    raise RayTaskError('save', 'Traceback ...', RankError('the disk is full')).as_instanceof_cause()\n"
+    )
+    monkeypatch.syspath_prepend(str(files))
+    with pytest.raises(SystemExit) as caught:
+        run_command("train_sft", "ray_room:run", words(SFT))
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == "openrlhf train_sft: the disk is full\n"
+
+
+@pytest.mark.parametrize("written", [["--logger.wandb.key", "k123"], ["--logger.wandb.key=k123"]])
+def test_a_secret_does_not_stay_on_the_command_line_that_trackers_show(written, files, monkeypatch, capsys):
+    (files / "key_room.py").write_text(
+        "import sys\ndef run(config):\n    print(config.logger.wandb.key, 'k123' in ' '.join(sys.argv))\n"
+    )
+    monkeypatch.syspath_prepend(str(files))
+    monkeypatch.setattr(sys, "argv", ["train_sft", *words(SFT, *written)])
+    run_command("train_sft", "key_room:run")
+    assert capsys.readouterr().out == "k123 False\n"
+
+
+@pytest.mark.parametrize(("command", "base"), [("train_sft", SFT), ("train_ppo_ray", RL)])
+def test_rows_longer_than_the_model_can_place_are_refused_before_anything_starts(command, base, files, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_command(command, "no_such_room:run", words(base, "--data.max_len", "2049", "--device", "cpu"))
+    assert caught.value.code == 2
+    assert re.search("--data.max_len 2049 is longer than the 2048 tokens that .*model was", capsys.readouterr().err)
+    with pytest.raises(ModuleNotFoundError, match="no_such_room"):
+        run_command(command, "no_such_room:run", words(base, "--data.max_len", "2048", "--device", "cpu"))
 
 
 def test_fault_of_ours_keeps_its_traceback(files, monkeypatch):

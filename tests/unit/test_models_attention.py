@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openrlhf.config import ConfigError
+from openrlhf.config import ConfigError, kernels
 from openrlhf.models import attention
 from openrlhf.models.attention import choose_attention, segment_attention
 from tests.tiny_models import tiny_config
@@ -16,9 +16,15 @@ from tests.tiny_models import tiny_config
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def _choose(architecture: str, requested: str = "auto", device: torch.device = CPU, **changes: object) -> str:
+def _choose(
+    architecture: str,
+    requested: str = "auto",
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: object,
+) -> str:
     config = tiny_config(architecture, **changes)
-    return choose_attention(config, AutoModelForCausalLM._model_mapping[type(config)], requested, device)
+    return choose_attention(config, AutoModelForCausalLM._model_mapping[type(config)], requested, device, dtype)
 
 
 def _eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], window: int | None):
@@ -81,13 +87,25 @@ def test_auto_takes_the_newest_flash_attention_that_is_installed(monkeypatch: py
     assert _choose("llama", device=CUDA) == "flash_attention_2"
     installed.add("flash_attn_interface")
     assert _choose("llama", device=CUDA) == "flash_attention_3"
+    assert _choose("llama", device=CUDA, dtype=torch.float16) == "flash_attention_3"
     assert _choose("llama", device=CPU) == "segment_sdpa"
+
+
+def test_auto_takes_no_flash_attention_for_32_bit_weights_and_refuses_it_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (attention, kernels):
+        monkeypatch.setattr(module, "find_spec", lambda name: SimpleNamespace())
+    assert _choose("llama", device=CUDA, dtype=torch.float32) == "sdpa"
+    assert _choose("llama", "flash_attention_2", CUDA) == "flash_attention_2"
+    with pytest.raises(ConfigError, match="flash_attention_2 computes in 16 bits alone"):
+        _choose("llama", "flash_attention_2", CUDA, torch.float32)
 
 
 def test_a_kernel_asked_for_by_name_that_cannot_run_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="attn_implementation flash_attention_2 needs a GPU"):
         _choose("llama", "flash_attention_2")
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="flash_attn, which is not installed"):
         _choose("llama", "flash_attention_2", CUDA)
     with pytest.raises(ConfigError, match="nonsense"):

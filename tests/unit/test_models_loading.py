@@ -2,20 +2,122 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from openrlhf.config import ConfigError
-from openrlhf.models.loading import load_causal_lm, load_tokenizer
-from tests.tiny_models import make_tiny_model, make_tokenizer
+from openrlhf.models.loading import context_length, load_causal_lm, load_tokenizer
+from tests.tiny_models import make_tiny_model, make_tokenizer, tiny_config
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model can be loaded from .*nowhere"):
         load_causal_lm(tmp_path / "nowhere", dtype=torch.float32, device="cpu")
+
+
+def spoiled(folder: Path, file: str, **changes: object) -> Path:
+    """A tiny model, one of whose JSON files has other entries."""
+    path = make_tiny_model(folder) / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def own_code(folder: Path) -> Path:
+    """A tiny model that wants to run Python of its own."""
+    return spoiled(folder, "config.json", model_type="mine", auto_map={"AutoConfig": "conf.MyConfig"})
+
+
+def without(folder: Path, pattern: str) -> Path:
+    """A tiny model without some of its files."""
+    for path in make_tiny_model(folder).glob(pattern):
+        path.unlink()
+    return folder
+
+
+def cut(folder: Path, file: str) -> Path:
+    """A tiny model, one of whose files is half there."""
+    path = make_tiny_model(folder) / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: "no-such-owner/no-such-model", "couldn't find them in the cached files"),
+        (lambda folder: cut(folder, "config.json"), "not a valid JSON file"),
+        (lambda folder: spoiled(folder, "config.json", model_type="frobnicate"), "model type `frobnicate`"),
+        (own_code, "runs only where --trust_remote_code allows it"),
+        (lambda folder: without(folder, "*.safetensors"), "no file named model.safetensors"),
+        (lambda folder: cut(folder, "model.safetensors"), "incomplete metadata"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_named_in_one_sentence(tmp_path: Path, make: Any, said: str) -> None:
+    path = make(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_causal_lm(path, dtype=torch.float32, device="cpu")
+    message = str(caught.value)
+    assert message.startswith(f"no model can be loaded from {path}: ") and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: "no-such-owner/no-such-model", "couldn't find them in the cached files"),
+        (lambda folder: folder / "nowhere", "there is no such folder"),
+        (lambda folder: cut(folder, "tokenizer.json"), "JSONDecodeError"),
+        (lambda folder: without(folder, "*token*"), "its vocabulary is empty"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_read_is_named_in_one_sentence(tmp_path: Path, make: Any, said: str) -> None:
+    path = make(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_tokenizer(path)
+    message = str(caught.value)
+    assert message.startswith(f"no tokenizer can be loaded from {path}: ") and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "context"),
+    [
+        ("qwen2", {}, 2048),
+        ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 4096),
+        (
+            "qwen2",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+            4096,
+        ),
+        # Its length is the stretched one already.
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 1e4,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 256,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            2048,
+        ),
+        ("gemma3", {}, 2048),
+    ],
+)
+def test_the_context_counts_stretched_positions(architecture: str, changes: dict[str, Any], context: int) -> None:
+    assert context_length(tiny_config(architecture, **changes)) == context
+
+
+def test_a_model_without_positions_has_no_bound_and_other_names_of_the_length_are_known() -> None:
+    assert context_length(AutoConfig.for_model("mamba")) is None
+    assert context_length(AutoConfig.for_model("gpt2", n_positions=77)) == 77
 
 
 def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:

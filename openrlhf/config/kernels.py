@@ -1,0 +1,54 @@
+"""Which attention kernels there are, what they are installed with and where they run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from openrlhf.config.errors import ConfigError
+
+# Kernel -> the module that holds it. Newest first: the order in which "auto" looks for them on GPUs.
+FLASH_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+SEGMENT = "segment_sdpa"
+KERNELS = ("auto", "eager", "sdpa", "flex_attention", SEGMENT, *FLASH_PACKAGES)
+
+FLAG = "--ds.attn_implementation"
+
+
+def is_from_hub(kernel: str) -> bool:
+    """Returns: whether the name is that of a kernel on the hub: owner/name."""
+    return "/" in kernel
+
+
+def is_flash(kernel: str) -> bool:
+    """Returns: whether a kernel is flash attention, which knows 16-bit numbers alone; the hub's are told by name."""
+    return kernel in FLASH_PACKAGES or (is_from_hub(kernel) and "flash" in kernel.rpartition("/")[2])
+
+
+def check_installed(kernel: str) -> None:
+    """Raises ConfigError for an attention kernel that is unknown or not installed."""
+    if is_from_hub(kernel):
+        if find_spec("kernels") is None:
+            raise ConfigError(f"{FLAG} {kernel} comes from the hub through the package kernels; pip install kernels.")
+        return
+    if kernel not in KERNELS:
+        raise ConfigError(f"{FLAG} must be one of {', '.join(KERNELS)}, or a hub kernel, found {kernel!r}.")
+    module = FLASH_PACKAGES.get(kernel)
+    if module is not None and find_spec(module) is None:
+        raise ConfigError(
+            f"{FLAG} {kernel} needs the package {module}, which is not installed; install it or take auto."
+        )
+
+
+def check_runs(kernel: str, *, device: str, half: bool) -> None:
+    """Raises ConfigError for a kernel that cannot compute there.
+
+    Args:
+        device: "cuda" or "cpu".
+        half: weights have 16 bits.
+    """
+    if device == "cpu" and (kernel in FLASH_PACKAGES or is_from_hub(kernel)):
+        raise ConfigError(f"{FLAG} {kernel} needs a GPU, and the device is the CPU; take auto.")
+    if is_flash(kernel) and not half:
+        raise ConfigError(
+            f"{FLAG} {kernel} computes in 16 bits alone, and --ds.param_dtype is fp32; take auto, or bf16 weights."
+        )
