@@ -42,6 +42,7 @@ def command(folder: Path, model: Path, prompts: Path, reward: Path, *flags: str)
         *("--data.apply_chat_template", "--data.max_len", "96", "--rollout.max_new_tokens", "16"),
         *("--algo.advantage.estimator", "reinforce_baseline", "--actor.adam.lr", "1e-3", "--ds.param_dtype", "fp32"),
         *("--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1", "--reward.workers", "1"),
+        *("--reward.timeout", "30"),
         *("--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "4", "--rollout.micro_batch_size", "8"),
         *("--train.batch_size", "8", "--train.micro_batch_size", "4", "--train.step_timeout", "120"),
         *("--ckpt.output_dir", str(folder / "out"), "--ckpt.path", str(folder / "states"), *flags),
