@@ -13,7 +13,7 @@ from pathlib import Path
 from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-from openrlhf.config.kernels import check_installed, check_runs
+from openrlhf.config.kernels import check_experts, check_installed, check_runs
 from openrlhf.config.unbuilt import check_unbuilt_on_gpu
 
 VLLM_MINIMUM = "0.25.1"
@@ -211,6 +211,7 @@ def check_device(config: TrainingConfig, device: str) -> None:
     if isinstance(config, PPOConfig):
         check_engine_device(device)
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
+    check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
     if device == "cuda":
         check_unbuilt_on_gpu(config)
 

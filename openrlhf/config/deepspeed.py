@@ -37,7 +37,7 @@ class LoadingConfig(PrecisionConfig):
     attn_implementation: str = "auto"
     """Attention kernel: auto (the best that is installed and runs on the device), eager, sdpa, flash_attention_2."""
     experts_implementation: Experts | None = None
-    """Kernel for the experts of a mixture-of-experts model."""
+    """Kernel for the experts of a mixture-of-experts model; unset leaves the choice to transformers."""
     load_in_4bit: bool = False
     """Load frozen base weights as 4-bit nf4."""
     packing_samples: bool = True

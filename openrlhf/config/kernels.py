@@ -1,4 +1,4 @@
-"""Which attention kernels there are, what they are installed with and where they run."""
+"""Which kernels there are for attention and for experts, what they are installed with and where they run."""
 
 from __future__ import annotations
 
@@ -51,4 +51,13 @@ def check_runs(kernel: str, *, device: str, half: bool) -> None:
     if is_flash(kernel) and not half:
         raise ConfigError(
             f"{FLAG} {kernel} computes in 16 bits alone, and --ds.param_dtype is fp32; take auto, or bf16 weights."
+        )
+
+
+def check_experts(kernel: str | None, *, device: str, param_dtype: str) -> None:
+    """Raises ConfigError for a kernel for experts that cannot compute there; the model decides whether it takes one."""
+    if kernel == "deepgemm" and (device == "cpu" or param_dtype != "bf16"):
+        raise ConfigError(
+            f"--ds.experts_implementation deepgemm computes on GPUs in bf16 alone, and the run is on {device} in "
+            f"{param_dtype}; leave the flag out."
         )

@@ -35,7 +35,6 @@ FLAGS = {
     "ds.use_universal_ckpt": "resuming from universal checkpoints",
     "ds.lora.rank": "LoRA",
     "ds.load_in_4bit": "4-bit loading",
-    "ds.experts_implementation": "the choice of an experts kernel",
     "model.aux_loss_coef": "the router balancing loss",
     "actor.aux_loss_coef": "the router balancing loss",
     "actor.entropy_coef": "the entropy bonus",

@@ -74,6 +74,15 @@ def test_flash_attention_is_refused_for_32_bit_weights_and_on_the_cpu(kernel):
         check_device(config, "cuda")
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "bf16"), ("cuda", "fp32"), ("cuda", "fp16")])
+def test_experts_kernel_that_cannot_compute_there_is_refused(device, dtype):
+    config = parse("train_sft", ["--ds.experts_implementation", "deepgemm", "--ds.param_dtype", dtype])
+    with pytest.raises(ConfigError, match=f"deepgemm computes on GPUs in bf16 alone, and the run is on {device} in"):
+        check_device(config, device)
+    check_device(parse("train_sft", ["--ds.experts_implementation", "deepgemm"]), "cuda")
+    sft("--ds.experts_implementation", "grouped_mm")
+
+
 @pytest.mark.parametrize("kernel", ["auto", "eager", "sdpa", "flex_attention"])
 def test_other_kernels_take_every_precision(kernel):
     check_runs(kernel, device="cuda", half=False)

@@ -12,8 +12,10 @@ import torch
 from transformers import AutoConfig
 
 from openrlhf.config import ConfigError
+from openrlhf.data.packed_batch import pack_rows
+from openrlhf.models.forward import score_tokens
 from openrlhf.models.loading import context_length, load_causal_lm, load_tokenizer
-from tests.tiny_models import make_tiny_model, make_tokenizer, tiny_config
+from tests.tiny_models import make_tiny_model, make_tiny_moe, make_tokenizer, tiny_config
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -131,6 +133,27 @@ def test_weights_are_loaded_in_the_dtype_that_was_asked_for_and_rotary_frequenci
     model = load_causal_lm(folder, dtype=torch.bfloat16, device="cpu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_every_kernel_for_experts_gives_the_same_log_probs_and_gradients(tmp_path: Path) -> None:
+    folder = make_tiny_moe(tmp_path)
+    rows = [torch.arange(3, 3 + length) * 37 % 512 for length in (7, 11, 5)]
+    batch = pack_rows(rows, [torch.arange(row.numel()) > 0 for row in rows])
+    found = {}
+    for kernel in ("eager", "batched_mm", "grouped_mm"):
+        model = load_causal_lm(folder, dtype=torch.float32, device="cpu", experts_implementation=kernel)
+        assert model.config._experts_implementation == kernel
+        logprobs = score_tokens(model, batch).logprobs
+        logprobs.sum().backward()
+        found[kernel] = [logprobs.detach(), *(parameter.grad for parameter in model.parameters())]
+    for kernel in ("batched_mm", "grouped_mm"):
+        torch.testing.assert_close(found[kernel], found["eager"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_for_experts_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match="does not support setting experts implementation"):
+        load_causal_lm(folder, dtype=torch.float32, device="cpu", experts_implementation="grouped_mm")
 
 
 def test_a_tokenizer_keeps_its_own_pad_token_and_template(tmp_path: Path) -> None:
