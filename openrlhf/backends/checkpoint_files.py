@@ -16,8 +16,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from openrlhf.backends.checkpoints import COMPLETE
+from openrlhf.backends.checkpoints import COMPLETE, OLD, PARTIAL, sweep
 from openrlhf.backends.distributed import raise_if_any
+from openrlhf.config.errors import ConfigError
 
 TAG = "state"
 
@@ -26,15 +27,24 @@ _FULL_BELOW_BYTES = 1 << 20
 
 
 def _random_state() -> dict[str, Any]:
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    """Tensors and plain values alone, so that reading it back can run no code."""
+    version, keys, gauss = random.getstate()
+    kind, numpy_keys, position, has_gauss, numpy_gauss = numpy.random.get_state()
+    state = {
+        "python": [version, torch.tensor(keys), gauss],
+        "numpy": [kind, torch.from_numpy(numpy_keys.astype("int64")), position, has_gauss, numpy_gauss],
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys.tolist()), gauss))
+    kind, numpy_keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy_keys.numpy().astype("uint32"), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -93,13 +103,16 @@ def _rng_file(folder: Path, rank: int) -> Path:
 def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> None:
     """Writes beside ``folder`` first and renames when every rank has written all of its files; collective.
 
+    What killed saves left behind beside it goes first.
+
     Raises:
         RankError: naming the folder, the rank and the reason; whatever stood at ``folder`` is unharmed.
     """
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(folder.name + PARTIAL)
     problem: Exception | None = None
     if dist.get_rank() == 0:
         try:
+            sweep(folder.parent)
             shutil.rmtree(partial, ignore_errors=True)
             (partial / TAG).mkdir(parents=True)
         except OSError as error:
@@ -112,12 +125,32 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> Non
 
 
 def _layout(engine: Any) -> dict[str, Any]:
-    """What has to be the same for a checkpoint to be read back."""
+    """What has to be the same for a state to be read back."""
     return {
         "ranks": dist.get_world_size(),
         "ZeRO stage": engine.zero_optimization_stage(),
         "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
     }
+
+
+def _refuse_other_layout(folder: Path, written: dict[str, Any], running: dict[str, Any]) -> None:
+    """Raises: ConfigError, naming both layouts and what to do."""
+    if written["ranks"] != running["ranks"]:
+        raise ConfigError(
+            f"the checkpoint {folder} was written by {_ranks(written['ranks'])} and this run has "
+            f"{_ranks(running['ranks'])}: ZeRO's state is split over the ranks, so resume on {written['ranks']}, or "
+            "start anew from an exported model"
+        )
+    for name in ("ZeRO stage", "dtype"):
+        if written[name] != running[name]:
+            raise ConfigError(
+                f"the checkpoint {folder} was written with {name} {written[name]} and this run has {running[name]}: "
+                "resume with the --ds flags of the run that wrote it, or start anew from an exported model"
+            )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None) -> None:
@@ -127,7 +160,7 @@ def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None)
         if dist.get_rank() == 0:
             try:
                 (partial / COMPLETE).write_text(json.dumps(_layout(engine)) + "\n")
-                old = folder.with_name(folder.name + ".old")
+                old = folder.with_name(folder.name + OLD)
                 if folder.exists():
                     os.replace(folder, old)
                 os.replace(partial, folder)
@@ -143,21 +176,22 @@ def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None)
 def load_training_state(engine: Any, folder: Path) -> dict[str, Any]:
     """Puts weights, optimizer, scheduler and this rank's random state back; collective.
 
+    DeepSpeed unpickles its part of the folder: only one's own checkpoints may be loaded.
+
     Returns: the ``state`` that was saved.
 
     Raises:
-        RankError: the folder is missing or incomplete, or was written by other ranks, on another stage or in another
-            dtype.
+        ConfigError: another number of ranks, another stage or another dtype has written it.
+        RankError: the folder is missing or incomplete.
     """
     problem: Exception | None = None
-    if not (folder / COMPLETE).exists():
-        problem = FileNotFoundError(f"{folder} is not a complete checkpoint")
-    elif (written := json.loads((folder / COMPLETE).read_text())) != (running := _layout(engine)):
-        others = ", ".join(
-            f"{key} {written[key]}, not {running[key]}" for key in running if written[key] != running[key]
-        )
-        problem = ValueError(f"it was written with {others}")
+    try:
+        if not (folder / COMPLETE).exists():
+            raise FileNotFoundError(f"{folder} is not a complete checkpoint")
+        _refuse_other_layout(folder, json.loads((folder / COMPLETE).read_text()), _layout(engine))
+    except (ConfigError, OSError, ValueError) as error:
+        problem = error
     raise_if_any(f"loading the checkpoint {folder}", problem)
     _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
-    _restore_random_state(torch.load(_rng_file(folder, dist.get_rank()), weights_only=False))
+    _restore_random_state(torch.load(_rng_file(folder, dist.get_rank()), weights_only=True))
     return client_state["ours"]

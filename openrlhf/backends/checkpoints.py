@@ -10,59 +10,119 @@ from pathlib import Path
 # Written last into a checkpoint: a folder without it is what an interrupted run left behind.
 COMPLETE = "complete"
 LATEST = "latest"
-NAME = re.compile(r"global_step(\d+)")
+# What a checkpoint is called while it is written, and while one of the same step takes its place.
+PARTIAL, OLD = ".partial", ".old"
+# Written last into an exported model, and where the export stands until then, inside its folder.
+MODEL_CONFIG = "config.json"
+PARTIAL_EXPORT = ".partial"
+
+_STATE = re.compile(r"global_step(\d+)")
+_EXPORT = re.compile(r"global_step(\d+)_hf")
 
 
 def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def _entries(root: Path, pattern: re.Pattern[str], suffix: str = "") -> dict[int, Path]:
+    """What stands in ``root`` under a name of ``pattern`` and ``suffix``, by step."""
+    if not root.is_dir():
+        return {}
+    names = ((path, pattern.fullmatch(path.name.removesuffix(suffix))) for path in root.iterdir())
+    return {int(name[1]): path for path, name in names if name and path.name.endswith(suffix)}
+
+
+def _states(root: Path) -> dict[int, Path]:
+    """The complete states by step. A kill between the two renames of a save leaves the older one as ``.old``."""
+    both = (_entries(root, _STATE, OLD), _entries(root, _STATE))
+    return {step: path for found in both for step, path in found.items() if (path / COMPLETE).is_file()}
+
+
+def _exports(root: Path) -> dict[int, Path]:
+    return {step: path for step, path in _entries(root, _EXPORT).items() if (path / MODEL_CONFIG).is_file()}
+
+
+def sweep(root: Path) -> None:
+    """Removes from ``root`` what killed saves left half done, and gives a checkpoint its name back.
+
+    Called before the next save, by the process that renames. Raises: OSError.
+    """
+    complete = _states(root)
+    for path in _entries(root, _STATE, PARTIAL).values():
+        shutil.rmtree(path)
+    for step, path in _entries(root, _STATE, OLD).items():
+        if complete.get(step) == path:
+            final = root / path.name.removesuffix(OLD)
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(path, final)
+        else:
+            shutil.rmtree(path)
+    for path in _entries(root, _EXPORT).values():
+        if (path / PARTIAL_EXPORT).is_dir():
+            shutil.rmtree(path / PARTIAL_EXPORT)
+            if not (path / MODEL_CONFIG).is_file():
+                shutil.rmtree(path)
+
+
 class CheckpointStore:
-    """The checkpoints of one model below one folder, each in ``global_step<N>``.
+    """The checkpoints of one model: states to go on from, in ``global_step<N>``, and exported models, in
+    ``global_step<N>_hf``. State and export of one step count as one checkpoint.
 
     Args:
-        root: the folder; it need not exist yet.
+        root: the folder of the states; it need not exist yet.
         max_num: checkpoints that are kept.
         max_mem_gb: room in GB that all of them together may take.
+        exports: the folder of the exported models, where it is another one.
     """
 
-    def __init__(self, root: Path, *, max_num: int, max_mem_gb: float) -> None:
+    def __init__(self, root: Path, *, max_num: int, max_mem_gb: float, exports: Path | None = None) -> None:
         self.root = Path(root)
+        self._exports = self.root if exports is None else Path(exports)
         self._max_num = max_num
         self._max_bytes = max_mem_gb * 1e9
 
     def folder(self, step: int) -> Path:
-        """Returns: where the checkpoint after ``step`` optimizer or rollout steps belongs."""
+        """Returns: where the state after ``step`` optimizer or rollout steps belongs."""
         return self.root / f"global_step{step}"
 
+    def export_folder(self, step: int) -> Path:
+        """Returns: where the exported model of that step belongs."""
+        return self._exports / f"global_step{step}_hf"
+
     def complete(self) -> list[Path]:
-        """Returns: the complete checkpoints, oldest first."""
-        if not self.root.is_dir():
-            return []
-        found = []
-        for path in self.root.iterdir():
-            name = NAME.fullmatch(path.name)
-            if name and (path / COMPLETE).is_file():
-                found.append((int(name[1]), path))
-        return [path for _, path in sorted(found)]
+        """Returns: the complete states, oldest first."""
+        return [path for _, path in sorted(_states(self.root).items())]
 
     def latest(self) -> Path | None:
-        """Returns: the newest complete checkpoint. Folders decide, not the pointer, which a crash may leave behind."""
+        """Returns: the newest complete state. Folders decide, not the pointer, which a crash may leave behind."""
         complete = self.complete()
         return complete[-1] if complete else None
 
-    def prune(self) -> None:
-        """Points ``latest`` to the newest and removes the oldest beyond the limits; the newest always stays.
+    def sweep(self) -> None:
+        """Removes what killed saves left behind. Saving a state does it too, in the folder of the states."""
+        for root in {self.root, self._exports}:
+            sweep(root)
 
-        Called after a checkpoint has been written, so that a failure to write never costs an older one.
+    def prune(self) -> None:
+        """Points ``latest`` to the newest state and removes the oldest checkpoints beyond the limits.
+
+        The newest one always stays, and so does the newest that a run can go on from. Called after a checkpoint has
+        been written, so that a failure to write never costs an older one.
         """
-        kept = self.complete()
-        if not kept:
-            return
-        pointer = self.root / (LATEST + ".partial")
-        pointer.write_text(kept[-1].name + "\n")
-        os.replace(pointer, self.root / LATEST)
-        sizes = [_bytes(path) for path in kept]
-        while len(kept) > 1 and (len(kept) > self._max_num or sum(sizes) > self._max_bytes):
-            shutil.rmtree(kept.pop(0))
-            sizes.pop(0)
+        states, exports = _states(self.root), _exports(self._exports)
+        if states:
+            pointer = self.root / (LATEST + PARTIAL)
+            pointer.write_text(states[max(states)].name + "\n")
+            os.replace(pointer, self.root / LATEST)
+        folders = {
+            step: [found[step] for found in (states, exports) if step in found]
+            for step in sorted(states.keys() | exports.keys())
+        }
+        sizes = {step: sum(_bytes(path) for path in paths) for step, paths in folders.items()}
+        stay = {max(found) for found in (states, folders) if found}
+        for step in [step for step in folders if step not in stay]:
+            if len(sizes) <= self._max_num and sum(sizes.values()) <= self._max_bytes:
+                break
+            for path in folders[step]:
+                shutil.rmtree(path)
+            del sizes[step]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from openrlhf.backends.checkpoints import MODEL_CONFIG, PARTIAL_EXPORT
 from openrlhf.backends.distributed import raise_if_any
 
 # Bytes of parameters that stand whole at one time while a sharded model is read.
@@ -78,30 +79,39 @@ def _state_on_rank_0(module: Any, sharded: bool) -> dict[str, torch.Tensor] | No
 def write_hf_folder(module: Any, folder: Path, *, sharded: bool) -> None:
     """Rank 0 writes config, generation config and safetensors files; collective.
 
+    They are written inside ``folder`` first and moved when all are there: the folder may be a mount point, and beside
+    it nothing may be writable.
+
     Raises:
         RankError: it could not be written, on all ranks; the files that were there before still stand.
     """
     state = _state_on_rank_0(module, sharded)
     problem: Exception | None = None
     if state is not None:
-        partial = folder.with_name(folder.name + ".partial")
+        existed = os.path.exists(folder)
+        partial = folder / PARTIAL_EXPORT
         try:
             shutil.rmtree(partial, ignore_errors=True)
             module.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
-            folder.mkdir(parents=True, exist_ok=True)
             _replace_files(partial, folder)
         except Exception as error:  # safetensors and torch each raise a type of their own for a full disk
             problem = error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            if problem is not None and not existed:
+                shutil.rmtree(folder, ignore_errors=True)
     raise_if_any(f"saving the model to {folder}", problem)
 
 
 def _replace_files(source: Path, target: Path) -> None:
-    """Moves every file over; weights of an earlier save that has no file of this name go, lest both be loaded."""
-    names = {path.name for path in source.iterdir()}
-    for path in source.iterdir():
+    """Moves every file over; weights of an earlier save that has no file of this name go, lest both be loaded.
+
+    The config is the last to come: a folder that has one is a model.
+    """
+    paths = sorted(source.iterdir(), key=lambda path: path.name == MODEL_CONFIG)
+    for path in paths:
         os.replace(path, target / path.name)
+    names = {path.name for path in paths}
     for path in target.glob("model*.safetensors*"):
         if path.name not in names:
             path.unlink()

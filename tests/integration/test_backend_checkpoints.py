@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from openrlhf.backends.checkpoints import CheckpointStore
+from openrlhf.config import ConfigError
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model
 
@@ -97,27 +99,78 @@ def test_a_full_disk_stops_every_rank_with_one_sentence_and_the_checkpoint_of_be
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 
-def _load(model: Path, folder: Path, stage: int = 2) -> str:
+def _load(model: Path, folder: Path, stage: int = 2, dtype: str = "fp32") -> str:
     from openrlhf.backends.distributed import RankError
 
-    backend = worker.make_backend(model, stage)
-    with pytest.raises(RankError) as caught:
+    backend = worker.make_backend(model, stage, dtype=dtype)
+    with pytest.raises((ConfigError, RankError)) as caught:
         backend.load_checkpoint(folder)
-    return str(caught.value)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
-def _save(model: Path, folder: Path) -> None:
-    worker.make_backend(model, 2).save_checkpoint(folder, {})
+def _save(model: Path, folder: Path, state: dict[str, Any]) -> None:
+    worker.make_backend(model, 2).save_checkpoint(folder, state)
 
 
 def test_a_checkpoint_that_is_missing_incomplete_or_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "qwen2")
-    store = CheckpointStore(tmp_path / "store", max_num=3, max_mem_gb=1)
-    worker.run_ranks(_save, 1, model, store.folder(5))
-    assert store.latest() == store.folder(5)
-    assert "written with ranks 1, not 2" in worker.run_ranks(_load, 2, model, store.folder(5))[1]
-    assert "written with ZeRO stage 2, not 3" in worker.run_ranks(_load, 1, model, store.folder(5), 3)[0]
-    (store.folder(5) / "complete").unlink()
-    assert store.latest() is None
-    assert f"{store.folder(5)} is not a complete checkpoint" in worker.run_ranks(_load, 1, model, store.folder(5))[0]
+    folder = tmp_path / "global_step5"
+    worker.run_ranks(_save, 1, model, folder, {})
+    for message in worker.run_ranks(_load, 2, model, folder):
+        # RB67 for a whole run: ZeRO's state belongs to its number of ranks.
+        assert message.startswith(
+            f"ConfigError: the checkpoint {folder} was written by 1 rank and this run has 2 ranks"
+        )
+        assert "resume on 1, or start anew from an exported model" in message
+    (message,) = worker.run_ranks(_load, 1, model, folder, 3)
+    assert "ConfigError" in message and "ZeRO stage 2 and this run has 3" in message and "--ds flags" in message
+    (message,) = worker.run_ranks(_load, 1, model, folder, 2, "bf16")
+    assert "ConfigError" in message and "dtype float32 and this run has bfloat16" in message
+    (folder / "complete").unlink()
+    assert f"RankError: loading the checkpoint {folder} failed" in worker.run_ranks(_load, 1, model, folder)[0]
     assert "is not a complete checkpoint" in worker.run_ranks(_load, 1, model, tmp_path / "nowhere")[0]
+
+
+class _Harm:
+    """Pickled into a file, it makes whoever unpickles it write another file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+def _load_harm(model: Path, folder: Path) -> None:
+    backend = worker.make_backend(model, 2)
+    backend.save_checkpoint(folder, {})
+    file = folder / "rng_rank0.pt"
+    assert set(torch.load(file, weights_only=True)) == {"python", "numpy", "torch"}
+    torch.save({"python": _Harm(folder / "trace")}, file)
+    with pytest.raises(pickle.UnpicklingError):
+        backend.load_checkpoint(folder)
+    assert not (folder / "trace").exists()
+
+
+def test_a_random_state_holds_numbers_alone_and_one_that_holds_code_is_not_run(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    worker.run_ranks(_load_harm, 1, model, tmp_path / "global_step1")
+
+
+def _resume_after_kill(model: Path, root: Path) -> None:
+    backend = worker.make_backend(model, 2)
+    backend.save_checkpoint(root / "global_step2", {"step": 2})
+    # As a kill between the two renames of a second save of the same step leaves it, and one in another save.
+    (root / "global_step2").rename(root / "global_step2.old")
+    for name in ("global_step2.partial", "global_step4.partial"):
+        (root / name).mkdir()
+    store = CheckpointStore(root, max_num=3, max_mem_gb=1)
+    assert backend.load_checkpoint(store.latest()) == {"step": 2}
+    backend.save_checkpoint(root / "global_step3", {"step": 3})
+    assert sorted(path.name for path in root.iterdir()) == ["global_step2", "global_step3"]
+    assert backend.load_checkpoint(root / "global_step2") == {"step": 2}
+
+
+def test_what_a_kill_left_between_two_renames_is_resumed_from_and_swept_by_the_next_save(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    worker.run_ranks(_resume_after_kill, 1, model, tmp_path / "states")

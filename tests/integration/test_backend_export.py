@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def _train_and_save(source: Path, target: Path, stage: int, dtype: str) -> None:
         generation = GenerationConfig.from_pretrained(target)
         assert generation.temperature == 0.7 and generation.do_sample
         assert json.loads((target / "config.json").read_text())["architectures"] == [type(reloaded).__name__]
-        assert not target.with_name(target.name + ".partial").exists()
+        assert not (target / ".partial").exists()
 
 
 def _save_all(sources: dict[str, Path], folder: Path) -> None:
@@ -102,3 +103,25 @@ def test_a_full_disk_leaves_the_exported_model_of_before_and_every_rank_says_why
         assert f"saving the model to {target} failed on rank 0" in message
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "source", "target"]
+
+
+def _save_here(source: Path, target: Path) -> None:
+    backend = worker.make_backend(source, 3)
+    os.chdir(target)
+    try:
+        backend.save_hf(Path("."))
+    finally:
+        os.chdir("/")
+
+
+def test_an_export_touches_nothing_outside_its_folder_which_may_be_the_current_one(tmp_path: Path) -> None:
+    # A mount point cannot be renamed onto, and beside it nothing may be writable.
+    source = make_tiny_model(tmp_path / "source", "qwen2")
+    target = tmp_path / "parent" / "target"
+    target.mkdir(parents=True)
+    before = target.parent.stat().st_mtime_ns
+    worker.run_ranks(_save_here, 2, source, target)
+    assert target.parent.stat().st_mtime_ns == before
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+    AutoModelForCausalLM.from_pretrained(target)
+    assert not list(target.glob(".*"))

@@ -17,6 +17,18 @@ def _write(store: CheckpointStore, step: int, *, megabytes: float = 0.0, complet
         (folder / "complete").touch()
 
 
+def _export(store: CheckpointStore, step: int, *, megabytes: float = 0.0, complete: bool = True) -> None:
+    folder = store.export_folder(step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"\0" * int(megabytes * 1e6))
+    if complete:
+        (folder / "config.json").touch()
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
 def _steps(store: CheckpointStore) -> list[str]:
     return [path.name for path in store.complete()]
 
@@ -51,3 +63,64 @@ def test_an_empty_or_missing_folder_is_no_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nothing", max_num=1, max_mem_gb=1)
     store.prune()
     assert store.latest() is None
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("max_num", "max_mb"), [(2, 1000), (9, 4.5)])
+def test_an_exported_model_counts_and_goes_with_the_state_of_its_step(
+    tmp_path: Path, max_num: int, max_mb: float, apart: bool
+) -> None:
+    states = tmp_path / "_actor" if apart else tmp_path
+    store = CheckpointStore(states, max_num=max_num, max_mem_gb=max_mb / 1000, exports=tmp_path if apart else None)
+    for step in (1, 2, 3):
+        _write(store, step, megabytes=1)
+        _export(store, step, megabytes=1)
+    _export(store, 0, complete=False)
+    store.prune()
+    assert _steps(store) == ["global_step2", "global_step3"]
+    assert [name for name in _names(tmp_path) if name.endswith("_hf")] == [
+        "global_step0_hf",  # nothing that a save has finished
+        "global_step2_hf",
+        "global_step3_hf",
+    ]
+
+
+def test_exports_alone_are_pruned_too_and_the_last_state_to_go_on_from_is_not(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_num=2, max_mem_gb=1)
+    _write(store, 1)
+    _write(store, 2)
+    for step in (3, 4, 5):
+        _export(store, step)
+    store.prune()
+    assert _names(tmp_path) == ["global_step2", "global_step5_hf"]
+
+
+def test_a_kill_between_the_two_renames_of_a_save_leaves_the_older_state_to_resume_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_num=9, max_mem_gb=1)
+    _write(store, 1)
+    _write(store, 2)
+    store.folder(2).rename(tmp_path / "global_step2.old")
+    (tmp_path / "global_step2.partial").mkdir()
+    assert store.latest() == tmp_path / "global_step2.old"
+    store.sweep()
+    assert _names(tmp_path) == ["global_step1", "global_step2"]
+    assert store.latest() == store.folder(2)
+
+
+def test_the_next_save_sweeps_what_killed_ones_left_and_nothing_else(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "_actor", max_num=9, max_mem_gb=1, exports=tmp_path)
+    store.sweep()
+    _write(store, 4)
+    # Replaced, but killed before the older one of the same step was removed; and one that was never complete.
+    for name in ("global_step4.old", "global_step3.old", "global_step9.partial", "mine.partial", "mine.old"):
+        (store.root / name).mkdir()
+    (store.root / "global_step4.old" / "complete").touch()
+    # Killed in its first export, in a second one over a first, and between moving weights and config.
+    for step, complete in ((1, False), (2, True), (3, False)):
+        _export(store, step, complete=complete)
+        (store.export_folder(step) / ".partial").mkdir()
+    _export(store, 5)
+    store.sweep()
+    assert _names(store.root) == ["global_step4", "mine.old", "mine.partial"]
+    assert _names(tmp_path) == ["_actor", "global_step2_hf", "global_step5_hf"]
+    assert _names(store.export_folder(2)) == []
