@@ -54,7 +54,8 @@ def build_scheduler(
 
     Args:
         total_steps: optimizer steps of the whole run.
-        warmup_ratio: share of them over which the rate rises from 0, rounded up.
+        warmup_ratio: share of them over which the rate rises from 0, rounded up; at least the last step is left, so
+            that a run of one step trains too.
         min_lr_ratio: the last rate over the initial one, for schedules that have a floor.
 
     Raises:
@@ -63,7 +64,7 @@ def build_scheduler(
     known = [kind.value for kind in SchedulerType if kind.value not in ("reduce_lr_on_plateau", "greedy")]
     if name not in known:
         raise ConfigError(f"--lr_scheduler {name} is not one of {', '.join(known)}")
-    warmup = math.ceil(total_steps * warmup_ratio)
+    warmup = min(math.ceil(total_steps * warmup_ratio), max(total_steps - 1, 0))
     extra: dict[str, Any] = {}
     if name in FLOOR_ARGUMENT:
         extra[FLOOR_ARGUMENT[name]] = min_lr_ratio

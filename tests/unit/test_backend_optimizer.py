@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.backends.optimizer import build_adamw, build_scheduler, parameter_groups
 from openrlhf.config import AdamConfig, ConfigError
+from openrlhf.config.checks_training import SCHEDULERS
 from tests.tiny_models import tiny_config
 
 
@@ -55,6 +56,15 @@ def test_the_schedule_that_warms_up_along_a_cosine_starts_too_and_has_its_floor(
 def test_warm_up_takes_its_share_of_the_steps_rounded_up() -> None:
     rates = _rates("constant_with_warmup", lr=1.0, steps=10, warmup=0.25, floor=0.0)
     assert rates[:4] == pytest.approx([0, 1 / 3, 2 / 3, 1.0])
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("warmup", [0.03, 0.5, 1.0])
+def test_a_short_run_is_never_all_warm_up(name: str, warmup: float) -> None:
+    # A run of one step at a rate of 0 would export the model that it was given.
+    for steps in range(1, 6):
+        rates = _rates(name, lr=1.0, steps=steps, warmup=warmup, floor=0.1)
+        assert rates[steps - 1] > 0, f"{steps} steps: {rates}"
 
 
 @pytest.mark.parametrize("name", ["sawtooth", "reduce_lr_on_plateau"])
