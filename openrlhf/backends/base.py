@@ -46,8 +46,14 @@ class Backend(Protocol):
     def step(self) -> StepResult:
         """Clips, moves the weights, clears the gradients and moves the scheduler."""
 
+    def movement_warning(self) -> str | None:
+        """To be called after each ``step``.
+
+        Returns: once in a run, a sentence about trainable weights that do not move; None otherwise.
+        """
+
     def all_reduce(self, value: float, op: str = "sum") -> float:
-        """Returns: ``value`` reduced over the ranks ("sum" or "max"), the same on all."""
+        """Returns: ``value`` reduced over the ranks ("sum", "max" or "min"), the same on all."""
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields: HF names with whole tensors. Every rank must consume it fully and in order."""

@@ -14,8 +14,8 @@ from torch import nn
 from openrlhf.backends.base import StepResult
 from openrlhf.backends.checkpoint_files import load_training_state, save_training_state
 from openrlhf.backends.distributed import shutdown_distributed
-from openrlhf.backends.ds_config import effective_stage, inference_config, training_config
-from openrlhf.backends.movement import fingerprints
+from openrlhf.backends.ds_config import KEEP_WHOLE, effective_stage, inference_config, training_config
+from openrlhf.backends.movement import MovementWatch
 from openrlhf.backends.optimizer import build_adamw, build_scheduler
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
@@ -70,7 +70,8 @@ class DeepSpeedBackend:
         # fp32 without ZeRO: the one case in which DeepSpeed neither clips nor tells the norm.
         self._plain_norm: float | None = None
         self.plan = plan_forward(model, packing_samples=packing_samples, device=device)
-        self._start = fingerprints(self.module, device) if trainable else {}
+        self._movement = MovementWatch(self.module, device) if trainable else None
+        self._last_step: StepResult | None = None
 
     @classmethod
     def for_training(
@@ -85,6 +86,7 @@ class DeepSpeedBackend:
         device: str,
         seed: int = 42,
         trust_remote_code: bool = False,
+        keep_whole: int = KEEP_WHOLE,
     ) -> DeepSpeedBackend:
         """Loads a model and an optimizer.
 
@@ -92,12 +94,13 @@ class DeepSpeedBackend:
             total_steps: optimizer steps of the whole run, which the learning-rate schedule spans.
             device: "cpu" or "cuda".
             seed: of everything random in training on this rank.
+            keep_whole: on stage 3, parameters with fewer elements than this are not sharded.
         """
         import deepspeed
 
         where = _device(device)
         torch.manual_seed(seed)
-        config = training_config(ds, optimizer.max_norm, where)
+        config = training_config(ds, optimizer.max_norm, where, keep_whole=keep_whole)
         stage = effective_stage(ds.zero_stage, ds.param_dtype)
         model = load_causal_lm(
             model_path,
@@ -133,12 +136,21 @@ class DeepSpeedBackend:
 
     @classmethod
     def for_inference(
-        cls, model_path: str | Path, *, ds: DeepSpeedConfig, device: str, trust_remote_code: bool = False
+        cls,
+        model_path: str | Path,
+        *,
+        ds: DeepSpeedConfig,
+        device: str,
+        trust_remote_code: bool = False,
+        keep_whole: int = KEEP_WHOLE,
     ) -> DeepSpeedBackend:
-        """Loads a model that only answers; sharded over the ranks on stage 3, whole on each otherwise."""
+        """Loads a model that only answers; sharded over the ranks on stage 3, whole on each otherwise.
+
+        Args: as ``for_training``.
+        """
         where = _device(device)
         sharded = ds.zero_stage == 3
-        config = inference_config(ds, where) if sharded else None
+        config = inference_config(ds, where, keep_whole=keep_whole) if sharded else None
         model = load_causal_lm(
             model_path,
             dtype=DTYPES[ds.param_dtype],
@@ -191,7 +203,8 @@ class DeepSpeedBackend:
         norm = math.nan if skipped else float(norm)
         if not math.isfinite(norm) and not (skipped and self._fp16):
             raise GradientError(f"the gradient's norm is {norm} in optimizer step {self._engine.global_steps}")
-        return StepResult(grad_norm=norm, skipped=skipped, lr=lr)
+        self._last_step = StepResult(grad_norm=norm, skipped=skipped, lr=lr)
+        return self._last_step
 
     def _clip_hook(self, max_norm: float) -> Any:
         def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -210,13 +223,19 @@ class DeepSpeedBackend:
         dist.all_reduce(tensor, ops[op])
         return tensor.item()
 
+    def movement_warning(self) -> str | None:
+        """To be called after each ``step``.
+
+        Returns: once in a run, a sentence about trainable weights that do not move; None otherwise.
+        """
+        return None if self._last_step is None or self._movement is None else self._movement.warning(self._last_step)
+
     def unmoved_parameters(self) -> list[str]:
         """Names of trainable parameters that stand where they stood when the model was loaded (or a checkpoint was).
 
         To be asked after a step whose learning rate was above 0. Experts that no token was routed to are named too.
         """
-        now = fingerprints(self.module, self.device)
-        return [name for name, sums in now.items() if sums == self._start[name]]
+        return [] if self._movement is None else self._movement.unmoved()
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields: HF names with whole tensors, tied weights once; they are live or gathered, so hold few at a time.
@@ -248,10 +267,11 @@ class DeepSpeedBackend:
         """Returns: the ``state`` that was given to ``save_checkpoint``.
 
         Raises:
-            RankError: the folder is missing, incomplete or of another number of ranks.
+            ConfigError: another number of ranks, another ZeRO stage or another dtype has written it.
+            RankError: the folder is missing or incomplete.
         """
         state = load_training_state(self._engine, Path(folder))
-        self._start = fingerprints(self.module, self.device)
+        self._movement, self._last_step = MovementWatch(self.module, self.device), None
         return state
 
     def offload(self) -> None:

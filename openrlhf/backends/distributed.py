@@ -8,9 +8,12 @@ import socket
 import warnings
 from datetime import timedelta
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from openrlhf.config.errors import ConfigError
 
 
 def free_port() -> int:
@@ -27,6 +30,25 @@ def quiet_deepspeed(device: str) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # It calls collectives by names that torch has deprecated, and each call would say so.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+
+def _lighten_deepspeed(device: str) -> None:
+    """Leaves out of DeepSpeed's start what costs seconds and is of no use here."""
+    if device == "cpu":
+        # A shared-memory extension would be compiled for half a minute. (As an attribute of the package,
+        # `deepspeed.comm.torch` is PyTorch itself.)
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    # The memory in use is printed, and garbage collected for it, some ten times for every bf16 optimizer.
+    import_module("deepspeed.runtime.bf16_optimizer").see_memory_usage = lambda *args, **options: None
+    # Muon is imported whatever the optimizer is, and its decorators load all of torch's compiler.
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        if before is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
@@ -46,12 +68,9 @@ def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
     quiet_deepspeed(device)
     import deepspeed
 
+    _lighten_deepspeed(device)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        # Otherwise the first start compiles a shared-memory extension for half a minute. (As an attribute of the
-        # package, `deepspeed.comm.torch` is PyTorch itself.)
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     if not deepspeed.comm.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         deepspeed.init_distributed(
@@ -75,9 +94,28 @@ class RankError(RuntimeError):
 
 
 def raise_if_any(what: str, error: BaseException | None) -> None:
-    """Collective: raises on every rank where any rank brings an error."""
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
-    for rank, message in enumerate(messages):
-        if message is not None:
+    """Collective: raises on every rank where any rank brings an error.
+
+    Raises:
+        ConfigError: the first one that a rank brings, where it is that: what the user has to change needs no rank.
+        RankError: naming what failed, on which rank and why.
+    """
+    own = None
+    if error is not None:
+        of_user = isinstance(error, ConfigError)
+        own = (of_user, str(error) if of_user else f"{type(error).__name__}: {error}")
+    found: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for rank, item in enumerate(found):
+        if item is not None:
+            of_user, message = item
+            if of_user:
+                raise ConfigError(message) from error
             raise RankError(f"{what} failed on rank {rank}: {message}") from error
+
+
+def from_rank_0(value: Any) -> Any:
+    """Collective: returns rank 0's ``value`` on every rank; it has to pickle."""
+    held = [value]
+    dist.broadcast_object_list(held)
+    return held[0]

@@ -11,8 +11,7 @@ from openrlhf.config.errors import ConfigError
 # Elements of one gradient or parameter bucket.
 BUCKET = 500_000_000
 
-# Parameters with fewer elements than this (norms, biases) are not sharded on stage 3: gathering them one by one costs
-# more than they weigh.
+# Gathering small parameters (norms, biases) one by one costs more than they weigh.
 KEEP_WHOLE = 10_000
 
 
@@ -25,7 +24,7 @@ def effective_stage(zero_stage: int, param_dtype: str) -> int:
     return 1 if zero_stage == 0 and param_dtype != "fp32" else zero_stage
 
 
-def _zero_section(ds: Any, stage: int, device: torch.device, training: bool) -> dict[str, Any]:
+def _zero_section(ds: Any, stage: int, device: torch.device, training: bool, keep_whole: int) -> dict[str, Any]:
     offload = {"device": "cpu", "pin_memory": device.type == "cuda"}
     section: dict[str, Any] = {
         "stage": stage,
@@ -39,7 +38,7 @@ def _zero_section(ds: Any, stage: int, device: torch.device, training: bool) -> 
         section |= {
             "zero_hpz_partition_size": ds.zpg,
             "memory_efficient_linear": False,
-            "stage3_param_persistence_threshold": KEEP_WHOLE,
+            "stage3_param_persistence_threshold": keep_whole,
             "stage3_prefetch_bucket_size": 50_000_000,
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,
@@ -59,12 +58,13 @@ def _precision_section(ds: Any, device: torch.device) -> dict[str, Any]:
     raise ConfigError(f"--ds.param_dtype {ds.param_dtype} is not one of bf16, fp16, fp32")
 
 
-def training_config(ds: Any, max_norm: float, device: torch.device) -> dict[str, Any]:
+def training_config(ds: Any, max_norm: float, device: torch.device, *, keep_whole: int = KEEP_WHOLE) -> dict[str, Any]:
     """Builds the config of a model that is trained.
 
     Args:
         ds: ``DeepSpeedConfig``.
         max_norm: the gradient is clipped to this norm; 0 does not clip.
+        keep_whole: parameters with fewer elements than this are not sharded on stage 3.
     """
     stage = effective_stage(ds.zero_stage, ds.param_dtype)
     accumulate = ds.grad_accum_dtype or "fp32"
@@ -76,7 +76,7 @@ def training_config(ds: Any, max_norm: float, device: torch.device) -> dict[str,
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero_section(ds, stage, device, training=True),
+        "zero_optimization": _zero_section(ds, stage, device, training=True, keep_whole=keep_whole),
         # fp32 without ZeRO has no optimizer of DeepSpeed's that would tell the norm: clipped by us.
         "gradient_clipping": float(max_norm) if stage else 0.0,
         "data_types": {"grad_accum_dtype": accumulate if ds.param_dtype != "fp32" else "fp32"},
@@ -84,11 +84,14 @@ def training_config(ds: Any, max_norm: float, device: torch.device) -> dict[str,
     }
 
 
-def inference_config(ds: Any, device: torch.device) -> dict[str, Any]:
-    """Builds the config of a model that only answers, sharded by ZeRO-3."""
+def inference_config(ds: Any, device: torch.device, *, keep_whole: int = KEEP_WHOLE) -> dict[str, Any]:
+    """Builds the config of a model that only answers, sharded by ZeRO-3.
+
+    Args: as ``training_config``.
+    """
     precision = {} if ds.param_dtype == "fp32" else {ds.param_dtype: {"enabled": True}}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": _zero_section(ds, 3, device, training=False),
+        "zero_optimization": _zero_section(ds, 3, device, training=False, keep_whole=keep_whole),
         **precision,
     }

@@ -8,6 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from openrlhf.backends.base import StepResult
+
+# A float32 near 1 stands still under a smaller step: norms of a model would be blamed for a learning rate that is only
+# warming up.
+SURE_LR = 2.0**-23
+NAMED = 5
+
 
 def _local_master(parameter: nn.Parameter) -> torch.Tensor | None:
     """The part of the full-precision copy that this rank moves; None where it has none."""
@@ -25,14 +32,57 @@ def fingerprints(module: Any, device: torch.device) -> dict[str, tuple[float, fl
 
     Half-precision weights would not do: a small learning rate moves the copy long before it moves them.
     """
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
-    parameters = dict(module.named_parameters())
-    for index, name in enumerate(names):
-        master = _local_master(parameters[name])
+    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    sums = torch.zeros(len(trainable), 2, dtype=torch.float64, device=device)
+    for index, (_, parameter) in enumerate(trainable):
+        master = _local_master(parameter)
         if master is not None:
             values = master.detach().to(device).flatten()
             sums[index, 0] = values.sum(dtype=torch.float64)
             sums[index, 1] = values[::2].sum(dtype=torch.float64)
     dist.all_reduce(sums)
-    return {name: (first, second) for name, (first, second) in zip(names, sums.tolist(), strict=True)}
+    return {name: (first, second) for (name, _), (first, second) in zip(trainable, sums.tolist(), strict=True)}
+
+
+class MovementWatch:
+    """Remembers where the trainable weights of a model stand, and finds those that stay there.
+
+    It reads every weight twice: once when it is made and once when it answers, which is far less than a training step.
+    Weight decay moves a weight as well, one without any gradient too.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        """Collective."""
+        self._module = module
+        self._device = device
+        self._start = fingerprints(module, device)
+        self._last_lr = 0.0
+        self._answered = False
+
+    def unmoved(self) -> list[str]:
+        """Names of the trainable parameters that stand where they stood; collective."""
+        now = fingerprints(self._module, self._device)
+        return [name for name, sums in now.items() if sums == self._start[name]]
+
+    def warning(self, step: StepResult) -> str | None:
+        """To be called after each optimizer step, on all ranks.
+
+        It looks once: after the first step whose learning rate was large enough to move any weight, or no longer rose.
+
+        Returns: a sentence that names weights which did not move; None where there are none, and at all other times.
+        """
+        if self._answered or step.skipped or step.lr <= 0:
+            return None
+        rising, self._last_lr = step.lr > self._last_lr, step.lr
+        if step.lr < SURE_LR and rising:
+            return None
+        self._answered = True
+        names = self.unmoved()
+        if not names:
+            return None
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return (
+            f"{len(names)} of {len(self._start)} trainable weights have not moved, at a learning rate of {step.lr:g}: "
+            f"{', '.join(names[:NAMED])}{more}; no gradient reaches them (experts that no token was routed to, for "
+            "instance), or the learning rate is too small for them"
+        )

@@ -14,9 +14,7 @@ class TokenScores:
     Attributes:
         logprobs: float32 [T], log-prob of each token under the policy at the asked temperature.
         entropy: float32 [T] of the distribution that the token was drawn from, or None where not asked for.
-        aux_loss: router balancing loss of a mixture of experts, or None.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None

@@ -26,6 +26,8 @@ STEPS = 3
 # Large: the gradient of a key's bias is zero up to rounding, and Adam would blow that rounding up to a whole step.
 EPS = 1e-4
 LR = 1e-3
+# Otherwise nothing of a tiny model is large enough to be sharded on stage 3.
+KEEP_WHOLE = 0
 OPTIMIZER = OptimizerConfig(
     lr_scheduler="linear",
     lr_warmup_ratio=0.0,
@@ -39,7 +41,9 @@ class RankPool:
 
     def __init__(self, ranks: int) -> None:
         environment = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        context = mp.get_context("spawn")
+        # The server imports once, for all ranks of all pools.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["openrlhf.trainer.sft", "deepspeed"])
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
@@ -94,12 +98,9 @@ def _close_pools() -> None:
 def _rank_main(rank: int, environment: dict[str, str], pipe: Any) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
-    from openrlhf.backends import ds_config
     from openrlhf.backends.distributed import init_distributed
 
     init_distributed("cpu", timeout_s=120)
-    # Otherwise nothing of a tiny model is large enough to be sharded on stage 3.
-    ds_config.KEEP_WHOLE = 0
     while True:
         try:
             function, args = pipe.recv()
@@ -241,9 +242,10 @@ def make_backend(folder: Path, stage: int, *, dtype: str = "fp32", **options: An
     return DeepSpeedBackend.for_training(
         folder,
         ds=DeepSpeedConfig(zero_stage=stage, param_dtype=dtype, **ds_options),
-        optimizer=OPTIMIZER,
+        optimizer=options.pop("optimizer", OPTIMIZER),
         total_steps=options.pop("total_steps", STEPS),
         device="cpu",
+        keep_whole=KEEP_WHOLE,
         **options,
     )
 

@@ -169,8 +169,10 @@ def product_run(folder: Path, case: Case, stage: int, budget: Budget) -> dict[st
     from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 
     ds = DeepSpeedConfig(zero_stage=stage, param_dtype="fp32")
-    backend = DeepSpeedBackend.for_training(folder, ds=ds, optimizer=OPTIMIZER, total_steps=UPDATES, device="cpu")
-    reference = DeepSpeedBackend.for_inference(folder, ds=ds, device="cpu")
+    # Otherwise nothing of a tiny model is large enough to be sharded on stage 3.
+    common = {"ds": ds, "device": "cpu", "keep_whole": 0}
+    backend = DeepSpeedBackend.for_training(folder, optimizer=OPTIMIZER, total_steps=UPDATES, **common)
+    reference = DeepSpeedBackend.for_inference(folder, **common)
     kl = KLConfig(init_coef=case.kl_coef, use_loss=bool(case.kl_in_loss), estimator=case.kl_in_loss or "k1")
     algo = AlgoConfig(advantage=AdvantageConfig(estimator=case.estimator, gamma=case.gamma), kl=kl)
     spec = PolicyLossSpec(*CLIP, None, case.aggregation, 16.0, case.kl_in_loss, TEMPERATURE)

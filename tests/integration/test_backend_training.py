@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from openrlhf.backends.base import StepResult
+from openrlhf.backends.movement import MovementWatch
 from openrlhf.config import ConfigError
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model
@@ -94,6 +97,76 @@ def test_bf16_training_keeps_float32_masters_and_adds_gradients_up_in_float32(
     worker.run_ranks(_train_in_bf16, ranks, models["tied"], expected)
 
 
+def _stand_still(folder: Path) -> list[str]:
+    """Trains with two weights to which no gradient comes. Returns: what is said after each step, by stage."""
+    said = []
+    for stage in (0, 2, 3):
+        # Decay would move a matrix without any gradient.
+        optimizer = replace(
+            worker.OPTIMIZER, adam=replace(worker.OPTIMIZER.adam, weight_decay=0.0), lr_warmup_ratio=0.3
+        )
+        healthy = worker.make_backend(folder, stage, optimizer=optimizer)
+        stuck = worker.make_backend(folder, stage, optimizer=optimizer)
+        for name in ("model.norm.weight", "model.layers.1.self_attn.q_proj.weight"):
+            stuck.module.get_parameter(name).register_hook(torch.zeros_like)
+        assert stuck.movement_warning() is None
+        for step in STEPS:
+            worker.train_with_backend(healthy, range(step, step + 1))
+            assert healthy.movement_warning() is None
+            worker.train_with_backend(stuck, range(step, step + 1))
+            said.append(stuck.movement_warning())
+    return said
+
+
+def test_weights_that_stand_still_are_named_once_after_the_first_step_that_could_move_them(
+    models: dict[str, Path],
+) -> None:
+    # RB73
+    for said in worker.run_ranks(_stand_still, 2, models["tied"]):
+        # The first step of a warm-up has a rate of 0.
+        assert [message is not None for message in said] == [False, True, False] * 3
+        for message in filter(None, said):
+            assert message.startswith("2 of 26 trainable weights have not moved, at a learning rate of 0.001: ")
+            assert "model.norm.weight" in message and "model.layers.1.self_attn.q_proj.weight" in message
+
+
+def _watch(rates: list[float], skipped: tuple[int, ...] = ()) -> list[bool]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    watch = MovementWatch(model, torch.device("cpu"))
+    steps = [StepResult(1.0, number in skipped, rate) for number, rate in enumerate(rates)]
+    said = [watch.warning(step) for step in steps]
+    for message in filter(None, said):
+        assert "8 of 8 trainable weights" in message
+        assert message.count(".weight") + message.count(".bias") == 5 and "and 3 more" in message
+    return [message is not None for message in said]
+
+
+def test_a_rate_that_still_rises_from_nearly_nothing_blames_no_weight_yet() -> None:
+    (said,) = worker.run_ranks(_watch, 1, [0.0, 1e-9, 2e-9, 1e-6, 1e-6])
+    assert said == [False, False, False, True, False]
+    (said,) = worker.run_ranks(_watch, 1, [0.0, 1e-9, 1e-9, 1e-9])
+    assert said == [False, False, True, False]
+    (said,) = worker.run_ranks(_watch, 1, [1.0, 1.0, 1.0], (0,))
+    assert said == [False, True, False]
+
+
+def _disagree(folder: Path) -> list[bool]:
+    from openrlhf.models import probe
+
+    before = dict(probe.TOLERANCE)
+    if int(os.environ["RANK"]) == 1:
+        # Nothing is as close as this: this rank finds that rows see one another.
+        probe.TOLERANCE[torch.float32] = -1.0
+    try:
+        return [worker.make_backend(folder, stage).plan.packed for stage in (0, 3)]
+    finally:
+        probe.TOLERANCE.update(before)
+
+
+def test_ranks_that_judge_packing_differently_all_pad(models: dict[str, Path]) -> None:
+    assert worker.run_ranks(_disagree, 2, models["tied"]) == [[False, False], [False, False]]
+
+
 def _break_steps(folder: Path) -> None:
     from openrlhf.backends.deepspeed_backend import GradientError
     from openrlhf.data.packed_batch import empty_batch
@@ -134,7 +207,7 @@ def _infer(folders: dict[str, Path]) -> None:
             expected = trained.forward(batch, temperature=0.6, entropy=True)
         for stage in (0, 2, 3):
             ds = DeepSpeedConfig(zero_stage=stage, param_dtype="fp32")
-            backend = DeepSpeedBackend.for_inference(folder, ds=ds, device="cpu")
+            backend = DeepSpeedBackend.for_inference(folder, ds=ds, device="cpu", keep_whole=worker.KEEP_WHOLE)
             with torch.no_grad():
                 found = backend.forward(batch, temperature=0.6, entropy=True)
             torch.testing.assert_close(found.logprobs, expected.logprobs)
