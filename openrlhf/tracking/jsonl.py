@@ -53,7 +53,8 @@ class JSONLFile:
                 self._cut_after(resume_step)
             elif self.path.stat().st_size:
                 self.path.replace(self.path.with_name(f"{self.path.stem}.previous.jsonl"))
-        self._file = self.path.open("a", encoding="utf-8")
+        # Unbuffered: what could not be written must not come up again when the file is closed.
+        self._file = self.path.open("ab", buffering=0)
 
     def _cut_after(self, step: int) -> None:
         kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
@@ -66,9 +67,17 @@ class JSONLFile:
         beside.replace(self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one line; numbers that JSON has no word for (NaN, infinities) become null."""
-        self._file.write(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        """Appends one line; numbers that JSON has no word for (NaN, infinities) become null.
+
+        Raises:
+            OSError: the line could not be written; the error names the file.
+        """
+        line = memoryview((json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n").encode())
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         """Closes the file; closing twice is harmless."""

@@ -93,6 +93,15 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     assert read_jsonl(tmp_path / "absent.jsonl") == []
 
 
+def test_a_full_disk_names_the_file_once_and_closing_adds_no_second_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    file = JSONLFile(path)
+    with pytest.raises(OSError, match="No space left on device.*metrics.jsonl"):
+        file.write({"step": 1})
+    file.close()
+
+
 def test_only_every_so_many_steps_are_logged_and_the_last_one():
     recorder = Recorder()
     tracker = MultiTracker([recorder], logging_steps=3)
