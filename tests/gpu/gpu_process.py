@@ -1,0 +1,103 @@
+"""Runs one function in a fresh process on the GPU, and the plain training loop that a backend is compared with.
+
+A fresh process, because DeepSpeed settles on an accelerator once, and a test that fails must not leave memory behind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import get_scheduler
+
+from tests.integration.backend_worker import EPS, LR, STEPS, decay_groups, micro_batches, token_loss
+
+
+def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> Any:
+    """Calls ``function(*args)`` in a new process. Returns: its result; its traceback is raised."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_call, args=(theirs, function, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(seconds), f"{function.__name__} gave no result within {seconds:.0f} s"
+        ok, result = ours.recv()
+    finally:
+        process.kill()
+        process.join(10)
+    assert ok, result
+    return result
+
+
+def _call(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    try:
+        pipe.send((True, function(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def _numbers(tensor: torch.Tensor) -> np.ndarray:
+    # Not as a tensor: torch would hand over a piece of memory that ends with this process.
+    return tensor.detach().float().cpu().numpy()
+
+
+def train_backend(backend: Any) -> dict[str, Any]:
+    """STEPS optimizer steps through a backend. Returns: losses, gradient norms, and all weights."""
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [batch.to(backend.device) for batch in micro_batches(step)]
+        tokens = sum(int(batch.action_mask.sum()) for batch in batches)
+        losses.append(0.0)
+        for batch in batches:
+            loss = token_loss(backend.forward(batch).logprobs, batch, tokens)
+            backend.backward(loss)
+            losses[-1] += loss.item()
+        result = backend.step()
+        assert not result.skipped
+        norms.append(result.grad_norm)
+    weights = {name: _numbers(tensor) for name, tensor in backend.named_full_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def train_plainly(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The same steps on the GPU without DeepSpeed: float32 masters, whose gradients are added up in float32."""
+    from openrlhf.models.forward import score_tokens
+    from openrlhf.models.loading import load_causal_lm
+
+    model = load_causal_lm(folder, dtype=dtype, device="cuda")
+    masters = load_causal_lm(folder, dtype=dtype, device="cuda").float()
+    optimizer = torch.optim.AdamW(decay_groups(masters, 0.1), lr=LR, betas=(0.9, 0.95), eps=EPS)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=STEPS)
+    pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [batch.to("cuda") for batch in micro_batches(step)]
+        tokens = sum(int(batch.action_mask.sum()) for batch in batches)
+        losses.append(0.0)
+        for batch in batches:
+            loss = token_loss(score_tokens(model, batch).logprobs, batch, tokens)
+            loss.backward()
+            losses[-1] += loss.item()
+            for computing, master in pairs:
+                grad = computing.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                computing.grad = None
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for computing, master in pairs:
+                computing.copy_(master)
+    weights = {name: _numbers(parameter) for name, parameter in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "weights": weights}

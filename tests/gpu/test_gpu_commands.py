@@ -1,0 +1,130 @@
+"""The commands as users start them, on one GPU: SFT over NCCL, and RL with engine, actor and reference on one card."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.config.checks_system import engine_devices
+from openrlhf.tracking.jsonl import read_jsonl
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+REWARD = """
+def reward_func(queries, prompts, labels):
+    digits = [sum(c.isdigit() for c in q) / len(q) for q in queries]
+    return {"rewards": digits, "scores": digits, "extra_logs": {"digits": digits}}
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose heads every kernel takes, sums with answers, and a reward function."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_tiny_model(folder / "model", "qwen3", head_dim=64)
+    rows = [{"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(16)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def run(command: str, flags: dict[str, object], *switches: str) -> None:
+    """Runs a command to its end on the GPU."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "RAY_ADDRESS")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", f"openrlhf.cli.{command}", *words, *switches, "--device", "cuda"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+def assert_trained(before: Path, after: Path) -> None:
+    """The exported model loads in plain transformers, is finite, and no matrix of it stands where it stood.
+
+    Norms may: their weights are near 1, where bf16 is coarser than the steps of a short run.
+    """
+    old = AutoModelForCausalLM.from_pretrained(before, dtype=torch.bfloat16).state_dict()
+    new = AutoModelForCausalLM.from_pretrained(after, dtype=torch.bfloat16).state_dict()
+    assert old.keys() == new.keys()
+    assert [name for name in new if not new[name].isfinite().all()] == []
+    assert [name for name in new if new[name].dim() > 1 and torch.equal(old[name], new[name])] == []
+    assert AutoTokenizer.from_pretrained(after).chat_template
+
+
+def test_sft_trains_on_one_gpu(inputs: Path, tmp_path: Path) -> None:
+    flags = {
+        "model.model_name_or_path": inputs / "model",
+        "data.dataset": inputs / "sums.jsonl",
+        "data.input_key": "question",
+        "data.output_key": "answer",
+        "data.max_len": 64,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 2,
+        "train.max_epochs": 8,
+        "ds.zero_stage": 2,
+        "ds.param_dtype": "bf16",
+        "adam.lr": 1e-2,
+        "ckpt.output_dir": tmp_path / "out",
+        "ckpt.path": tmp_path / "states",
+    }
+    run("train_sft", flags, "--data.apply_chat_template")
+    losses = [line["loss/train"] for line in read_jsonl(tmp_path / "out" / "metrics.jsonl")]
+    assert len(losses) == 16 and all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 1
+    assert_trained(inputs / "model", tmp_path / "out")
+
+
+@pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
+def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path) -> None:
+    flags = {
+        "actor.model_name_or_path": inputs / "model",
+        "reward.remote_url": inputs / "reward.py",
+        "reward.workers": 1,
+        "data.prompt_dataset": inputs / "sums.jsonl",
+        "data.input_key": "question",
+        "data.label_key": "answer",
+        "data.max_len": 96,
+        "rollout.max_new_tokens": 16,
+        "rollout.batch_size": 8,
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.micro_batch_size": 8,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 4,
+        "actor.num_gpus_per_node": 1,
+        "ref.num_gpus_per_node": 1,
+        "vllm.num_engines": 1,
+        "vllm.gpu_memory_utilization": 0.3,
+        "algo.advantage.estimator": "reinforce_baseline",
+        "algo.kl.estimator": "k2",
+        "actor.adam.lr": 1e-3,
+        "ds.param_dtype": "bf16",
+        "ckpt.output_dir": tmp_path / "out",
+        "ckpt.path": tmp_path / "states",
+    }
+    switches = ["--data.apply_chat_template", "--train.colocate_all", "--algo.kl.use_loss", "--vllm.enforce_eager"]
+    run("train_ppo_ray", flags, *switches)
+    lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    assert len(lines) == 2
+    for line in lines:
+        assert line["reward/failed"] == 0 and line["rollout/samples"] == 32 and line["actor/updates"] == 2
+        assert all(math.isfinite(line[name]) for name in ("reward/mean", "policy/loss", "actor/grad_norm"))
+        # After each transfer the engine holds the trainer's model, up to the rounding of bf16.
+        assert line["sync/logprob_gap"] < 0.05
+    assert lines[0]["kl/reference"] == pytest.approx(0, abs=1e-3)
+    assert_trained(inputs / "model", tmp_path / "out")
