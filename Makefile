@@ -64,4 +64,4 @@ format: install
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache build dist *.egg-info outputs
-	find openrlhf tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name $(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
