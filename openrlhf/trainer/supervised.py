@@ -198,6 +198,8 @@ class SupervisedTrainer:
         settings, start = self.settings, time.perf_counter()
         metrics = train_step(self.backend, self.objective, items, settings.micro_batch_size)
         seconds = time.perf_counter() - start
+        if (standstill := self.backend.movement_warning()) is not None:
+            self.outputs.warn(standstill)
         tokens = sum(int(self.objective.lengths[item]) for item in items)
         metrics |= {"time/step": seconds, "throughput/tokens_per_s": tokens / seconds}
         self.step += 1

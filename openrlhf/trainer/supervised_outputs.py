@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.checkpoints import CheckpointStore
-from openrlhf.backends.distributed import raise_if_any
+from openrlhf.backends.distributed import from_rank_0, raise_if_any
 from openrlhf.config import CkptConfig, LoggerConfig
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
@@ -58,39 +58,33 @@ class SupervisedOutputs:
         """
         if not self._ckpt.load_enable:
             return None
-        newest = -1
-        if self._backend.rank == 0 and (latest := self._store.latest()) is not None:
-            newest = int(latest.name.removeprefix("global_step"))
         # Rank 0 decides, so that ranks which see the folder at different moments take the same one.
-        newest = int(self._backend.all_reduce(newest, "max"))
-        if newest < 0:
+        folder = from_rank_0(self._store.latest() if self._backend.rank == 0 else None)
+        if folder is None:
             self._say(f"--ckpt.load_enable: there is no checkpoint under {self._ckpt.path}, starting anew")
             return None
-        folder = self._store.folder(newest)
         state = self._backend.load_checkpoint(folder)
-        self._say(f"going on after step {newest} from {folder}")
+        self._say(f"going on after step {state['step']} from {folder}")
         return state
 
     def open(self, step: int, total_steps: int) -> None:
         """Opens the files of the run; what a stopped run wrote after ``step`` is cut."""
         self._total = total_steps
-        problem: Exception | None = None
-        if self._backend.rank == 0:
+
+        def open_files() -> None:
             self._console = Console(total_steps, first_step=step)
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / CONFIG_FILE).write_text(self._yaml)
-                self._trackers = build_trackers(
-                    self._logger,
-                    self._folder,
-                    run_name=self._logger.wandb.run_name or self._command,
-                    run_config={"flags": self._yaml},
-                    resume_step=step,
-                    warn=self._console.warn,
-                )
-            except OSError as error:
-                problem = error
-        raise_if_any(f"opening {self._folder}", problem)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / CONFIG_FILE).write_text(self._yaml)
+            self._trackers = build_trackers(
+                self._logger,
+                self._folder,
+                run_name=self._logger.wandb.run_name or self._command,
+                run_config={"flags": self._yaml},
+                resume_step=step,
+                warn=self._console.warn,
+            )
+
+        self._on_rank_0(f"opening {self._folder}", open_files)
 
     @contextmanager
     def phase(self, name: str, total: int) -> Iterator[Bar]:
@@ -107,58 +101,89 @@ class SupervisedOutputs:
 
         Args:
             always: write and print at any step.
+
+        Raises: RankError where they could not be written.
         """
-        if self._trackers is None or self._console is None:
-            return
-        self._trackers.log(step, metrics, always=always)
-        if always or step % self._logger.logging_steps == 0:
-            self._console.step(step, metrics)
+        due = always or step % self._logger.logging_steps == 0
+
+        def write() -> None:
+            if self._trackers is not None and self._console is not None:
+                self._trackers.log(step, metrics, always=always)
+                if due:
+                    self._console.step(step, metrics)
+
+        if due:
+            self._on_rank_0(f"writing the metrics of step {step}", write)
+        else:
+            write()
 
     def checkpoint(self, step: int, state: dict[str, Any]) -> None:
         """Writes what --ckpt.disable_ds and --ckpt.save_hf ask for; older checkpoints go once it is whole.
 
         Raises: RankError where it could not be written; older checkpoints are then unharmed.
         """
+        self._on_rank_0(f"removing what a stopped run left in {self._ckpt.path}", self._store.sweep)
         if not self._ckpt.disable_ds:
             folder = self._store.folder(step)
             self._backend.save_checkpoint(folder, state)
-            problem: Exception | None = None
-            if self._backend.rank == 0:
-                try:
-                    (folder / CONFIG_FILE).write_text(self._yaml)
-                    self._store.prune()
-                except OSError as error:
-                    problem = error
-            raise_if_any(f"writing the checkpoint {folder}", problem)
+            self._on_rank_0(f"writing the checkpoint {folder}", lambda: (folder / CONFIG_FILE).write_text(self._yaml))
         if self._ckpt.save_hf:
-            self.export(Path(self._ckpt.path) / f"global_step{step}_hf")
+            self.export(self._store.export_folder(step))
+        self._on_rank_0(f"removing old checkpoints of {self._ckpt.path}", self._store.prune)
 
     def export(self, folder: Path) -> None:
-        """Writes model and tokenizer as a folder that transformers loads."""
+        """Writes model and tokenizer as a folder that transformers loads.
+
+        Raises: RankError where it could not be written.
+        """
         self._backend.save_hf(folder)
-        problem: Exception | None = None
-        if self._backend.rank == 0:
+
+        def write_rest() -> None:
             try:
                 self._tokenizer.save_pretrained(folder)
-                (folder / CONFIG_FILE).write_text(self._yaml)
-            except OSError as error:
-                problem = error
-        raise_if_any(f"saving the tokenizer to {folder}", problem)
+            except Exception as error:  # a fast tokenizer has no type of its own for a full disk
+                raise OSError(str(error)) from error
+            (folder / CONFIG_FILE).write_text(self._yaml)
+
+        self._on_rank_0(f"saving the tokenizer to {folder}", write_rest)
 
     def finish(self) -> None:
         """Exports the model to --ckpt.output_dir and writes the report."""
         self.export(self._folder)
-        self.close()
-        if self._backend.rank == 0:
+        self._on_rank_0(f"writing the metrics to {self._folder}", self._close_trackers)
+
+        def report() -> None:
             page = write_report(self._folder, self._title)
             self._say(f"model and metrics: {self._folder}; report: {page}")
 
+        self._on_rank_0(f"writing the report to {self._folder}", report)
+
     def close(self) -> None:
-        """Flushes what is open; also after a failure, on one rank alone."""
-        if self._trackers is not None:
-            self._trackers.close()
-            self._trackers = None
+        """Flushes what is open after a failure, on one rank alone; a second failure does not hide the first."""
+        try:
+            self._close_trackers()
+        except OSError as error:
+            self.warn(f"the last metrics are lost: {error}")
+
+    def warn(self, text: str) -> None:
+        """Prints a warning, once for all ranks."""
+        self._say(f"warning: {text}")
 
     def _say(self, text: str) -> None:
         if self._backend.rank == 0:
             (self._console or Console(self._total)).note(text)
+
+    def _close_trackers(self) -> None:
+        trackers, self._trackers = self._trackers, None
+        if trackers is not None:
+            trackers.close()
+
+    def _on_rank_0(self, what: str, action: Callable[[], Any]) -> None:
+        """Collective: runs ``action`` on rank 0; an OSError there ends all ranks with a sentence about ``what``."""
+        problem: Exception | None = None
+        if self._backend.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                problem = error
+        raise_if_any(what, problem)

@@ -15,6 +15,7 @@ from openrlhf.config import (
     AdamConfig,
     CkptConfig,
     DeepSpeedConfig,
+    LoggerConfig,
     OptimizerConfig,
     SFTConfig,
     SFTDataConfig,
@@ -61,6 +62,7 @@ def make_config(folder: Path, model: Path, data: Path, /, **changes: dict[str, A
         "train": SFTTrainConfig(batch_size=8, micro_batch_size=3, max_epochs=EPOCHS, seed=SEED),
         "ds": DeepSpeedConfig(param_dtype="fp32"),
         "ckpt": CkptConfig(output_dir=str(folder / "out"), path=str(folder / "states")),
+        "logger": LoggerConfig(),
     }
     for name, change in changes.items():
         groups[name] = dataclasses.replace(groups[name], **change)

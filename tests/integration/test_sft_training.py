@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -12,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.config import ConfigError
+from openrlhf.config import AdamConfig, ConfigError
 from tests.integration import sft_worker as worker
 from tests.integration.backend_worker import run_ranks
 from tests.tiny_models import make_tiny_model
@@ -22,7 +24,7 @@ from tests.tiny_models import make_tiny_model
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sft")
     return {
-        "model": make_tiny_model(folder / "model", "qwen3", tie=False),
+        "model": make_tiny_model(folder / "model", "qwen3", tie=False, hidden=128),
         "data": worker.write_data(folder / "train.jsonl"),
         "held_out": worker.write_data(folder / "held_out.jsonl", rows=7, seed=2),
     }
@@ -132,16 +134,73 @@ def _refuse_wrong_resumes(folder: Path, inputs: dict[str, Path]) -> None:
     nothing = worker.make_config(folder / "new", inputs["model"], inputs["data"], ckpt={"load_enable": True})
     worker.train_in_place(nothing)
     assert len(worker.metrics_of(nothing)) == worker.STEPS
-    only_hf = {"save_steps": 3, "save_hf": True, "disable_ds": True}
+    only_hf = {"save_steps": 2, "save_hf": True, "disable_ds": True, "max_num": 2}
     config = worker.make_config(folder / "hf", inputs["model"], inputs["data"], ckpt=only_hf)
     worker.train_in_place(config)
-    assert sorted(path.name for path in Path(config.ckpt.path).iterdir()) == ["global_step3_hf", "global_step6_hf"]
+    assert sorted(path.name for path in Path(config.ckpt.path).iterdir()) == ["global_step4_hf", "global_step6_hf"]
+    assert (Path(config.ckpt.path) / "global_step6_hf" / "config.yaml").is_file()
 
 
 def test_states_of_other_data_are_refused_and_missing_or_unwanted_ones_are_no_obstacle(
     inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     run_ranks(_refuse_wrong_resumes, 1, tmp_path, inputs)
+
+
+def _fill_the_disk(folder: Path, inputs: dict[str, Path]) -> list[str]:
+    """Trains with a file of metrics that no byte goes into, and where nothing else can be written either."""
+    from openrlhf.backends.distributed import RankError, raise_if_any
+
+    said = []
+    for number, changes in enumerate(
+        (
+            {},
+            # Metrics that wait for a step to be logged, while something else fails.
+            {"logger": {"logging_steps": 100}, "ckpt": {"save_steps": 2, "path": str(folder / "file" / "states")}},
+            {"logger": {"logging_steps": 100}},
+        )
+    ):
+        config = worker.make_config(folder / str(number), inputs["model"], inputs["data"], **changes)
+        if os.environ["RANK"] == "0":
+            out = Path(config.ckpt.output_dir)
+            out.mkdir(parents=True)
+            (out / "metrics.jsonl").symlink_to("/dev/full")
+            (folder / "file").touch()
+        raise_if_any("preparing", None)
+        with pytest.raises(RankError) as caught:
+            worker.train_in_place(config)
+        said.append(str(caught.value))
+    return said
+
+
+def test_an_output_disk_that_is_full_ends_every_rank_with_one_sentence_about_the_first_failure(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    first, second = run_ranks(_fill_the_disk, 2, tmp_path, inputs, seconds=100)
+    assert first == second
+    metrics, states, end = first
+    assert metrics.startswith(
+        "writing the metrics of step 1 failed on rank 0: OSError: [Errno 28] No space left on dev"
+    )
+    assert "metrics.jsonl" in metrics and "metrics.jsonl" in end and "No space left" in end
+    assert "states" in states and "failed on rank 0: NotADirectoryError" in states
+    assert not any("\n" in message for message in first)
+
+
+def _train_too_slowly(folder: Path, inputs: dict[str, Path]) -> str:
+    config = worker.make_config(
+        folder, inputs["model"], inputs["data"], optimizer={"adam": AdamConfig(lr=1e-30, betas=(0.9, 0.95))}
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        worker.train_in_place(config)
+    return printed.getvalue()
+
+
+def test_a_run_whose_weights_do_not_move_says_so_once(inputs: dict[str, Path], tmp_path: Path) -> None:
+    # RB73
+    (printed,) = run_ranks(_train_too_slowly, 1, tmp_path, inputs)
+    (warning,) = [line for line in printed.splitlines() if "warning" in line]
+    assert "25 of 25 trainable weights have not moved" in warning and "and 20 more" in warning
 
 
 def _check_export(folder: Path, inputs: dict[str, Path]) -> None:
