@@ -39,7 +39,8 @@ def read_rewards(returned: Any, count: int) -> list[Outcome]:
 
     Args:
         returned: ``{"rewards", "scores", "extra_logs"}`` (the last two may be missing or None), or the rewards alone.
-            Tensors, arrays, lists and, for one sample, plain numbers are taken.
+            Tensors, arrays, lists and, for one sample, plain numbers are taken. In ``extra_logs`` a single number is
+            one of the call: each of its samples gets it, so that a mean over samples weighs calls by their size.
         count: number of samples of the call.
 
     Returns: one outcome a sample; a missing or non-finite reward is that sample's failure alone.

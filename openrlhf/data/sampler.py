@@ -11,7 +11,8 @@ class StatefulSampler:
     """Walks through the rows of a data set, epoch by epoch, and can be stopped and resumed at any row.
 
     The order of an epoch follows from (seed, epoch) alone. It is global: ranks and micro-batches share out what
-    ``next_batch`` gives, so a run resumed on another number of ranks goes on with the same rows in the same order.
+    ``next_batch`` gives, so it is the same for every number of ranks. (A DeepSpeed checkpoint is not: it wants the
+    ranks that wrote it.)
     """
 
     def __init__(self, num_items: int, *, seed: int, shuffle: bool = True) -> None:
