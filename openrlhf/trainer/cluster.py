@@ -27,6 +27,16 @@ WORKER_ENV = {
 }
 """What workers get where the user has set nothing."""
 
+_LOOPBACK = "127.0.0.1"
+
+_LOCAL_ENV = {
+    # What is left of a Ray whose head was killed looks for it this long (seconds) before it ends as well.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    # Nothing outside this machine has any business with a local run, and Ray runs what it is sent.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": _LOOPBACK,
+}
+
 _PLACEMENT_TIMEOUT_S = 120.0
 
 
@@ -53,10 +63,11 @@ def start_ray(*, logical_cpus: int) -> bool:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(logging_level="ERROR")
         return True
-    # What is left of a Ray whose head was killed looks for it this long (seconds) before it ends as well.
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+    for name, value in _LOCAL_ENV.items():
+        os.environ.setdefault(name, value)
     ray.init(
         address="local",
+        _node_ip_address=_LOOPBACK,
         num_cpus=max(logical_cpus, os.cpu_count() or 1),
         include_dashboard=False,
         logging_level="ERROR",
