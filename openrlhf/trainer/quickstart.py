@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import shlex
 import shutil
@@ -99,6 +98,7 @@ def sft_flags(config: QuickstartConfig, at: Folders) -> list[str]:
         *("--ckpt.output_dir", str(at.sft)),
         *("--ckpt.path", str(at.checkpoints)),
         *("--ckpt.save_steps", str(min(SAVE_EVERY, config.sft_steps))),
+        *("--ckpt.max_num", str(config.sft_steps)),
         "--ckpt.save_hf",
         "--ckpt.disable_ds",
         *("--logger.logging_steps", str(min(SAVE_EVERY, config.sft_steps))),
@@ -148,8 +148,7 @@ def choose_start(checkpoints: Path, problems: list[Problem]) -> Path:
         problems: to ask, none of them held out.
     """
     folders = sorted(checkpoints.glob("global_step*_hf"), key=lambda folder: int(folder.name[11:-3]))
-    first = bisect.bisect_left(folders, ENOUGH, key=lambda folder: accuracy(folder, problems))
-    return folders[min(first, len(folders) - 1)]
+    return next((folder for folder in folders if accuracy(folder, problems) >= ENOUGH), folders[-1])
 
 
 def _make_inputs(config: QuickstartConfig, at: Folders) -> Splits:
