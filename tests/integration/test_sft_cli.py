@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from openrlhf.backends.checkpoints import CheckpointStore
 from openrlhf.tracking.jsonl import read_jsonl
 from tests.integration.sft_worker import exported, largest_difference
 from tests.tiny_models import make_tiny_model
@@ -27,6 +28,8 @@ TORCHRUN = [str(BIN / "torchrun"), "--nproc_per_node", "2", "-m", "openrlhf.cli.
 ROOT = Path(__file__).parents[2]
 EPOCHS, STEPS = 10, 30
 TIMEOUT_S = 240
+# How long a run may outlive one of its ranks.
+GONE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +82,21 @@ def start(command: list[str], words: list[str], port: int) -> subprocess.Popen:
     )
 
 
-def kill(process: subprocess.Popen) -> None:
-    """Kills a launcher with its ranks, which may stand in sessions of their own."""
-    if process.poll() is None:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family, timeout=30)
+def family_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """A launcher with its ranks, which may stand in sessions of their own."""
+    if process.poll() is not None:
+        return []
+    launcher = psutil.Process(process.pid)
+    return [*launcher.children(recursive=True), launcher]
+
+
+def kill(process: subprocess.Popen, family: list[psutil.Process] | None = None) -> None:
+    """Kills a launcher with its ranks, or what is left of a family that was looked up before."""
+    family = family_of(process) if family is None else family
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family, timeout=30)
     process.communicate()
 
 
@@ -100,15 +110,38 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-def kill_after_checkpoint(process: subprocess.Popen, checkpoint: Path) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+def wait_for_checkpoint(process: subprocess.Popen, states: Path) -> None:
+    """Returns as soon as there is a checkpoint that was not there before."""
+    store = CheckpointStore(states, max_num=1, max_mem_gb=1)
+    before, deadline = store.latest(), time.monotonic() + TIMEOUT_S
+    while store.latest() == before:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"nothing was written to {states} in {TIMEOUT_S} s"
+        time.sleep(0.01)
+
+
+def kill_after_checkpoint(process: subprocess.Popen, states: Path) -> None:
     try:
-        while not (checkpoint / "complete").exists():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline, f"{checkpoint} was not written in {TIMEOUT_S} s"
-            time.sleep(0.01)
+        wait_for_checkpoint(process, states)
     finally:
         kill(process)
+
+
+def kill_a_rank_after_checkpoint(process: subprocess.Popen, states: Path, rank: int) -> None:
+    """Kills one rank of a launcher and sees to it that nothing of the run is left a minute later."""
+    family = None
+    try:
+        wait_for_checkpoint(process, states)
+        family = family_of(process)
+        (victim,) = [member for member in family if member.environ().get("RANK") == str(rank)]
+        victim.kill()
+        deadline = time.monotonic() + GONE_S
+        process.communicate(timeout=GONE_S)
+        assert process.returncode != 0
+        _, left = psutil.wait_procs(family, timeout=max(0.0, deadline - time.monotonic()))
+        assert not left
+    finally:
+        kill(process, family)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -140,14 +173,15 @@ def test_one_process_trains_and_leaves_model_tokenizer_metrics_and_report(folder
     ]
 
 
-def test_two_ranks_of_torchrun_killed_and_resumed_under_deepspeed_learn_what_one_process_learns(
+def test_runs_that_lose_a_rank_end_within_a_minute_and_resumed_they_learn_what_one_process_learns(
     folder: Path, alone: str
 ) -> None:
     """Sums over ranks round differently, so the runs agree closely and not to the bit."""
-    states = folder / "pair_states"
-    kill_after_checkpoint(start(TORCHRUN, flags(folder, "pair"), 29611), states / "global_step10")
+    states, words = folder / "pair_states", [*flags(folder, "pair"), "--ckpt.save_steps", "5"]
+    kill_a_rank_after_checkpoint(start(TORCHRUN, words, 29611), states, rank=1)
+    kill_a_rank_after_checkpoint(start(DEEPSPEED, words, 29612), states, rank=0)
     assert not (folder / "pair" / "model.safetensors").exists()
-    output = finish(start(DEEPSPEED, flags(folder, "pair"), 29612))
+    output = finish(start(DEEPSPEED, words, 29613))
     assert "going on after step" in output
     assert [step for step, _ in losses(folder / "pair")] == [5, 10, 15, 20, 25, 30]
     for (_, pair), (_, single) in zip(losses(folder / "pair"), losses(folder / "alone"), strict=True):
@@ -156,10 +190,12 @@ def test_two_ranks_of_torchrun_killed_and_resumed_under_deepspeed_learn_what_one
 
 
 def test_one_process_killed_and_resumed_ends_bit_for_bit_where_an_unbroken_run_does(folder: Path, alone: str) -> None:
-    states = folder / "broken_states"
-    kill_after_checkpoint(start(ALONE, flags(folder, "broken"), 0), states / "global_step10")
+    words = [*flags(folder, "broken"), "--logger.tensorboard_dir", str(folder / "curves")]
+    kill_after_checkpoint(start(ALONE, [*words, "--logger.wandb.run_name", "first"], 0), folder / "broken_states")
     assert not (folder / "broken" / "model.safetensors").exists()
-    finish(start(ALONE, flags(folder, "broken"), 0))
+    finish(start(ALONE, words, 0))
     assert losses(folder / "broken") == losses(folder / "alone")
     resumed, whole = exported(folder / "broken"), exported(folder / "alone")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    # One curve, in the folder of the run that was stopped.
+    assert [path.name for path in (folder / "curves").iterdir()] == ["first"]
