@@ -121,6 +121,7 @@ def train(
         settings,
         outputs,
         seed=config.train.seed,
+        fixed=_fixed_settings(config),
         eval_objective=None if evaluation is None else SFTObjective(evaluation, tokenizer.pad_token_id),
     )
     try:
@@ -128,6 +129,21 @@ def train(
     finally:
         outputs.close()
     return backend
+
+
+def _fixed_settings(config: SFTConfig) -> dict[str, Any]:
+    optimizer, adam = config.optimizer, config.optimizer.adam
+    return {
+        "--train.batch_size": config.train.batch_size,
+        "--train.max_epochs": config.train.max_epochs,
+        "--lr_scheduler": optimizer.lr_scheduler,
+        "--lr_warmup_ratio": optimizer.lr_warmup_ratio,
+        "--min_lr_ratio": optimizer.min_lr_ratio,
+        "--adam.lr": adam.lr,
+        "--adam.betas": tuple(adam.betas),
+        "--adam.eps": adam.eps,
+        "--adam.weight_decay": adam.weight_decay,
+    }
 
 
 def load_data(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset:

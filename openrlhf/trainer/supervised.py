@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -136,11 +136,14 @@ class SupervisedTrainer:
         outputs: SupervisedOutputs,
         *,
         seed: int,
+        fixed: Mapping[str, Any] | None = None,
         eval_objective: Objective | None = None,
     ) -> None:
         """Args:
         outputs: where metrics, checkpoints and the model go.
         seed: of the order of the data.
+        fixed: settings by flag that a resumed run must share with the one it goes on from, beside the data and the
+            seed: the schedule and the optimizer's state follow from them.
         eval_objective: held-out data; None where there is none.
         """
         self.backend = backend
@@ -148,6 +151,7 @@ class SupervisedTrainer:
         self.eval_objective = eval_objective
         self.settings = settings
         self.outputs = outputs
+        self.fixed = dict(fixed or {})
         self.sampler = StatefulSampler(len(objective.lengths), seed=seed)
         self.sizes = split_updates(len(objective.lengths), settings.batch_size)
         self.total_steps = planned_steps(len(objective.lengths), settings)
@@ -165,19 +169,21 @@ class SupervisedTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns: where the run stands, beside weights and optimizer."""
-        return {"step": self.step, "steps_per_epoch": len(self.sizes), "sampler": self.sampler.state_dict()}
+        return {"step": self.step, "fixed": self.fixed, "sampler": self.sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to where ``state`` was taken.
 
         Raises:
-            ConfigError: the run that wrote it had other data, another seed or another batch size.
+            ConfigError: the run that wrote it had other data, another seed or other settings of those that are fixed.
         """
-        if state["steps_per_epoch"] != len(self.sizes):
-            raise ConfigError(
-                f"the checkpoint was made with {state['steps_per_epoch']} steps an epoch, this run has "
-                f"{len(self.sizes)}: resume with the --train.batch_size and the data of the run that wrote it"
-            )
+        for flag, here in self.fixed.items():
+            there = state["fixed"].get(flag)
+            if there != here:
+                raise ConfigError(
+                    f"the checkpoint was written with {flag} {there}, and this run has {here}: resume with the same, "
+                    "or start anew without --ckpt.load_enable"
+                )
         try:
             self.sampler.load_state_dict(state["sampler"])
         except ValueError as error:

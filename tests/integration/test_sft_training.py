@@ -123,7 +123,10 @@ def _refuse_wrong_resumes(folder: Path, inputs: dict[str, Path]) -> None:
     first = worker.make_config(folder, inputs["model"], inputs["data"], ckpt={"save_steps": 2})
     worker.train_in_place(first)
     for group, change, message in (
-        ("train", {"batch_size": 22}, "steps an epoch.*--train.batch_size"),
+        ("train", {"batch_size": 22}, "written with --train.batch_size 8, and this run has 22"),
+        ("train", {"max_epochs": 3}, "written with --train.max_epochs 2, and this run has 3"),
+        ("optimizer", {"lr_scheduler": "linear"}, "written with --lr_scheduler cosine_with_min_lr, and this .* linear"),
+        ("optimizer", {"adam": AdamConfig(lr=1.0)}, "written with --adam.lr 0.002, and this run has 1.0"),
         ("train", {"seed": 5}, "seed 11, this run has 5"),
         ("data", {"max_samples": 20}, "num_items 22, this run has 20"),
     ):
