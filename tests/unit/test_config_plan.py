@@ -196,4 +196,5 @@ def test_folder_that_holds_no_model_is_named(here, folder, capsys):
     (folder / "broken" / "config.json").write_text("{}")
     with pytest.raises(SystemExit):
         run_command("train_sft", None, words(SFT, "--model.model_name_or_path", "./broken", "--dry_run"))
-    assert "no model can be loaded from ./broken: ValueError: Unrecognized model" in capsys.readouterr().err
+    message = f"no model can be loaded from {folder / 'broken'}: ValueError: Unrecognized model"
+    assert message in capsys.readouterr().err
