@@ -101,6 +101,8 @@ def _rank_main(rank: int, environment: dict[str, str], pipe: Any) -> None:
     from openrlhf.backends.distributed import init_distributed
 
     init_distributed("cpu", timeout_s=120)
+    # What was imported stays, and DeepSpeed collects garbage at every start: it need not walk through all that.
+    gc.freeze()
     while True:
         try:
             function, args = pipe.recv()
