@@ -221,6 +221,8 @@ class RLController:
         shares = [StepShare(share, units, self._kl_coef) for share in batches]
         results = self._actor.call("update", self._settings.loss, timeout=self._timeout, per_rank=shares)
         metrics.add_update(results)
+        if results[0].warning is not None:
+            self._console.warn(results[0].warning)
         self.position.updates += 1
 
     @contextmanager

@@ -90,14 +90,26 @@ def policy_loss(
     return part, sums
 
 
-def update_policy(
-    backend: Backend, share: StepShare, spec: PolicyLossSpec
-) -> tuple[StepResult, float, dict[str, float], float]:
-    """Runs one optimizer step on this rank.
+@dataclass(frozen=True)
+class RankResult:
+    """What one optimizer step did on one rank.
 
-    Returns:
-        What the step did; this rank's part of the loss; its sums by name; and the tokens that they are over.
+    Attributes:
+        step: the same on every rank.
+        loss: this rank's part.
+        sums: for the metrics, by name, over ``count`` tokens.
+        warning: a sentence about weights that do not move, once in a run.
     """
+
+    step: StepResult
+    loss: float
+    sums: dict[str, float]
+    count: float
+    warning: str | None = None
+
+
+def update_policy(backend: Backend, share: StepShare, spec: PolicyLossSpec) -> RankResult:
+    """Runs one optimizer step on this rank."""
     loss = 0.0
     totals = MetricSums({}, 0.0)
     for micro_batch in share.micro_batches:
@@ -108,4 +120,5 @@ def update_policy(
         loss += float(part.detach())
         totals = totals + sums
     result = backend.step()
-    return result, loss, {name: float(value) for name, value in totals.sums.items()}, float(totals.count)
+    sums = {name: float(value) for name, value in totals.sums.items()}
+    return RankResult(result, loss, sums, float(totals.count), backend.movement_warning())

@@ -111,7 +111,7 @@ def rl_flags(config: QuickstartConfig, at: Folders, start: Path) -> list[str]:
     return [
         *("--actor.model_name_or_path", str(start)),
         *("--actor.num_gpus_per_node", "1"),
-        *("--actor.adam.lr", "3e-4"),
+        *("--actor.adam.lr", "1e-4"),
         *("--actor.lr_scheduler", "constant_with_warmup"),
         *("--algo.advantage.estimator", "reinforce_baseline"),
         *("--algo.kl.init_coef", "0"),

@@ -25,7 +25,7 @@ MAX_ANSWER_TOKENS = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """One sum: ``question`` is "7+35=", ``answer`` is "42"."""
+    """One sum, in two digits each: ``question`` is "07+35=", ``answer`` is "42"."""
 
     question: str
     answer: str
@@ -46,7 +46,7 @@ def make_problems(*, train: int, seed: int) -> Splits:
         train: problems to train on; the rest is held out.
         seed: of the shuffle.
     """
-    problems = [Problem(f"{a}+{b}=", str(a + b)) for a in range(LIMIT) for b in range(LIMIT)]
+    problems = [Problem(f"{a:02d}+{b:02d}=", f"{a + b:02d}") for a in range(LIMIT) for b in range(LIMIT)]
     if not 0 < train < len(problems):
         raise ValueError(f"cannot train on {train} of {len(problems)} problems and hold some out")
     random.Random(seed).shuffle(problems)

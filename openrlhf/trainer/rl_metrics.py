@@ -13,8 +13,7 @@ from openrlhf.algorithms.policy_loss import MetricSums
 from openrlhf.backends.base import StepResult
 from openrlhf.data.trajectory import Trajectory
 from openrlhf.trainer.experience import Experience
-
-RankResult = tuple[StepResult, float, dict[str, float], float]
+from openrlhf.trainer.policy_update import RankResult
 
 
 def mean(values: Sequence[float]) -> float:
@@ -85,10 +84,10 @@ class StepMetrics:
 
     def add_update(self, results: Sequence[RankResult]) -> None:
         """Takes one optimizer step as all ranks report it: parts of the loss and sums add up, the norm is shared."""
-        self._steps.append(results[0][0])
-        self._losses.append(math.fsum(loss for _, loss, _, _ in results))
-        for _, _, sums, count in results:
-            self._sums = self._sums + MetricSums(sums, count)
+        self._steps.append(results[0].step)
+        self._losses.append(math.fsum(result.loss for result in results))
+        for result in results:
+            self._sums = self._sums + MetricSums(result.sums, result.count)
 
     def finish(self, seconds: float) -> None:
         """Closes the step.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,17 @@ from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
 from openrlhf.trainer.controller import Position, RLController
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.workers import WorkerGroup
+from openrlhf.utils.errors import RunError
 
 CONFIG_FILE = "config.yaml"
+
+
+@contextmanager
+def _naming_the_disk(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{what} failed: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,10 @@ class RLOutputs:
         self._folder = Path(settings.ckpt.output_dir)
         self._timeout = settings.timeout
         self._store = CheckpointStore(
-            Path(settings.ckpt.path) / "_actor", max_num=settings.ckpt.max_num, max_mem_gb=settings.ckpt.max_mem
+            Path(settings.ckpt.path) / "_actor",
+            max_num=settings.ckpt.max_num,
+            max_mem_gb=settings.ckpt.max_mem,
+            exports=Path(settings.ckpt.path),
         )
         self._trackers: MultiTracker | None = None
         self._rollouts: RolloutWriter | None = None
@@ -107,8 +121,9 @@ class RLOutputs:
         step = self._controller.position.step
         if self._trackers is None or self._rollouts is None:
             raise RuntimeError("resume() opens the files, and comes before the first step")
-        self._trackers.log(step, metrics.values)
-        self._rollouts.write(step, [self._record(sample) for sample in self._shown(metrics.trajectories)])
+        with _naming_the_disk(f"writing the metrics of step {step}"):
+            self._trackers.log(step, metrics.values)
+            self._rollouts.write(step, [self._record(sample) for sample in self._shown(metrics.trajectories)])
         if step % self._settings.logger.logging_steps == 0:
             self._console.step(step, metrics.values)
         every = self._ckpt.save_steps
@@ -117,9 +132,10 @@ class RLOutputs:
 
     def finish(self) -> None:
         """Exports the policy and writes the report."""
-        self._export(self._folder)
-        self.close()
-        report = write_report(self._folder, "Reinforcement learning")
+        with _naming_the_disk(f"writing the results to {self._folder}"):
+            self._export(self._folder)
+            self.close()
+            report = write_report(self._folder, "Reinforcement learning")
         self._console.note(f"model, metrics and rollouts: {self._folder}; report: {report}")
 
     def close(self) -> None:
@@ -130,18 +146,22 @@ class RLOutputs:
         self._trackers, self._rollouts = None, None
 
     def _checkpoint(self, step: int) -> None:
-        if not self._ckpt.disable_ds:
-            folder = self._store.folder(step)
-            state = {
-                "position": asdict(self._controller.position),
-                "sampler": self._controller.sampler.state_dict(),
-                "fixed": self._settings.fixed,
-            }
-            self._actor.call("save_checkpoint", str(folder), state, timeout=self._timeout)
-            (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
+        with _naming_the_disk(f"writing the checkpoint of step {step}"):
+            self._store.sweep()
+            if not self._ckpt.disable_ds:
+                self._save_state(self._store.folder(step))
+            if self._ckpt.save_hf:
+                self._export(self._store.export_folder(step))
             self._store.prune()
-        if self._ckpt.save_hf:
-            self._export(Path(self._ckpt.path) / f"global_step{step}_hf")
+
+    def _save_state(self, folder: Path) -> None:
+        state = {
+            "position": asdict(self._controller.position),
+            "sampler": self._controller.sampler.state_dict(),
+            "fixed": self._settings.fixed,
+        }
+        self._actor.call("save_checkpoint", str(folder), state, timeout=self._timeout)
+        (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
 
     def _export(self, folder: Path) -> None:
         self._actor.call("save_hf", str(folder), timeout=self._timeout)

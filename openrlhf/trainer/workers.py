@@ -13,12 +13,12 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from openrlhf.backends.base import Backend, StepResult
+from openrlhf.backends.base import Backend
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.rollout.transfer import Exchange, buckets, write_bucket
 from openrlhf.trainer.cluster import Place
-from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare, update_policy
+from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, StepShare, update_policy
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor, describe
 
@@ -114,7 +114,7 @@ class TrainWorker:
                 for batch in micro_batches
             ]
 
-    def update(self, share: StepShare, spec: PolicyLossSpec) -> tuple[StepResult, float, dict[str, float], float]:
+    def update(self, share: StepShare, spec: PolicyLossSpec) -> RankResult:
         """Runs this rank's share of one optimizer step; see ``update_policy``."""
         return update_policy(self._backend, share, spec)
 

@@ -188,12 +188,11 @@ def product_run(folder: Path, case: Case, stage: int, budget: Budget) -> dict[st
             rows = experience.rows_of(chosen)
             shares, _ = deal(experience.batch, rows, backend.world_size, budget, pad_token_id=0)
             units = denominator(experience, rows, case.aggregation)
-            result, loss, sums, count = update_policy(
-                backend, StepShare(shares[backend.rank], units, case.kl_coef), spec
-            )
-            losses.append(backend.all_reduce(loss))
-            norms.append(result.grad_norm)
-            rates.append(result.lr)
-            ratios.append(backend.all_reduce(sums.get("ratio_mean", 0.0)) / backend.all_reduce(count))
+            result = update_policy(backend, StepShare(shares[backend.rank], units, case.kl_coef), spec)
+            losses.append(backend.all_reduce(result.loss))
+            norms.append(result.step.grad_norm)
+            rates.append(result.step.lr)
+            ratios.append(backend.all_reduce(result.sums.get("ratio_mean", 0.0)) / backend.all_reduce(result.count))
+            assert result.warning is None, result.warning
     weights = {name: tensor.detach().clone() for name, tensor in backend.named_full_parameters()}
     return {"losses": losses, "norms": norms, "rates": rates, "weights": weights, "ratios": ratios}

@@ -35,6 +35,7 @@ def test_held_out_problems_are_not_trained_on_and_every_sum_is_right():
     for problem in splits.train + splits.held_out:
         a, b = problem.question.removesuffix("=").split("+")
         assert 0 <= int(a) < 50 and 0 <= int(b) < 50 and int(a) + int(b) == int(problem.answer)
+        assert len(problem.question) == 6 and len(problem.answer) == 2
     assert make_problems(train=PROBLEMS, seed=0) == splits
     assert make_problems(train=PROBLEMS, seed=1) != splits
 

@@ -15,7 +15,7 @@ from openrlhf.config import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.trainer.controller import RLController
 from openrlhf.trainer.experience import Budget, add_advantages, build_experience, deal, denominator
-from openrlhf.trainer.policy_update import PolicyLossSpec, policy_loss
+from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, policy_loss
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.seeds import derive_seed
@@ -112,8 +112,9 @@ def test_metrics_of_an_update_are_means_over_all_tokens_of_all_ranks() -> None:
     metrics = StepMetrics()
     metrics.add_trajectories([trajectory(0, 0)])
     step = StepResult(grad_norm=2.0, skipped=False, lr=0.1)
-    metrics.add_update([(step, 0.25, {"ppo_kl": 3.0}, 3.0), (step, 0.5, {"ppo_kl": 1.0}, 1.0)])
-    metrics.add_update([(StepResult(math.nan, True, 0.1), 0.25, {"ppo_kl": 0.0}, 4.0)])
+    ranks = [RankResult(step, 0.25, {"ppo_kl": 3.0}, 3.0), RankResult(step, 0.5, {"ppo_kl": 1.0}, 1.0)]
+    metrics.add_update(ranks)
+    metrics.add_update([RankResult(StepResult(math.nan, True, 0.1), 0.25, {"ppo_kl": 0.0}, 4.0)])
     metrics.finish(2.0)
     assert metrics.values["policy/ppo_kl"] == pytest.approx(4 / 8)
     assert metrics.values["policy/loss"] == pytest.approx((0.75 + 0.25) / 2)
