@@ -58,6 +58,9 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
         _call(str(target), config)
     except USER_ERRORS as error:
         _leave(command, error, status=2)
+    except KeyboardInterrupt:
+        print(f"openrlhf {command}: interrupted", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         if not isinstance(error, _run_errors()):
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -163,14 +163,16 @@ def load_causal_lm(
     model_class = _model_class(config, path, trust_remote_code)
     implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
     with _reading("model", path), _parameters_born_sharded(zero3):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             attn_implementation=implementation,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
         )
+    _check_whole(path, report["missing_keys"])
     if zero3 is not None:
         _restore_buffers(model, config, dtype, trust_remote_code)
     _without_dropout(model)
@@ -180,6 +182,16 @@ def load_causal_lm(
             # The reentrant kind gives no gradient at all where none of its inputs has one.
             model.enable_input_require_grads()
     return model if zero3 is not None else model.to(device)
+
+
+def _check_whole(path: str | Path, missing: Collection[str]) -> None:
+    """Raises ConfigError for weights that the files lack: transformers draws them at random, and training goes on."""
+    if missing:
+        names = sorted(missing)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigError(
+            f"the files of {path} lack weights of the model that config.json describes: {', '.join(names[:3])}{more}"
+        )
 
 
 def _model_class(config: Any, path: str | Path, trust_remote_code: bool) -> type[PreTrainedModel]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from openrlhf.config import ConfigError
@@ -120,6 +121,15 @@ def test_the_context_counts_stretched_positions(architecture: str, changes: dict
 def test_a_model_without_positions_has_no_bound_and_other_names_of_the_length_are_known() -> None:
     assert context_length(AutoConfig.for_model("mamba")) is None
     assert context_length(AutoConfig.for_model("gpt2", n_positions=77)) == 77
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.down_proj.weight", "lm_head.weight"])
+def test_weights_that_the_files_lack_are_named_and_never_drawn_at_random(tmp_path: Path, name: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", tie=False)
+    weights = load_file(folder / "model.safetensors")
+    save_file({key: value for key, value in weights.items() if key != name}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"lack weights .*{name}"):
+        load_causal_lm(folder, dtype=torch.float32, device="cpu")
 
 
 def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:
