@@ -27,7 +27,7 @@ from openrlhf.trainer.quickstart_task import (
 
 RESULT_FILE = "quickstart.json"
 # RL has something to reinforce, and something left to learn.
-ENOUGH = 1 / 3
+ENOUGH = 0.45
 PROBES = 256
 
 
@@ -91,7 +91,7 @@ def sft_flags(config: QuickstartConfig, at: Folders) -> list[str]:
         *("--train.micro_batch_size", str(SFT_BATCH)),
         *("--train.max_epochs", str(config.sft_epochs)),
         *("--train.seed", str(config.seed)),
-        *("--adam.lr", "1e-3"),
+        *("--adam.lr", "2e-3"),
         *("--lr_scheduler", "constant_with_warmup"),
         *("--ds.zero_stage", "0"),
         *("--ds.param_dtype", "fp32"),
@@ -111,7 +111,7 @@ def rl_flags(config: QuickstartConfig, at: Folders, start: Path) -> list[str]:
     return [
         *("--actor.model_name_or_path", str(start)),
         *("--actor.num_gpus_per_node", "1"),
-        *("--actor.adam.lr", "1e-4"),
+        *("--actor.adam.lr", "2e-4"),
         *("--actor.lr_scheduler", "constant_with_warmup"),
         *("--algo.advantage.estimator", "reinforce_baseline"),
         *("--algo.kl.init_coef", "0"),
@@ -139,9 +139,9 @@ def rl_flags(config: QuickstartConfig, at: Folders, start: Path) -> list[str]:
 
 
 def choose_start(checkpoints: Path, problems: list[Problem]) -> Path:
-    """The earliest checkpoint that answers a third of the problems right; the last one where none does.
+    """The earliest checkpoint that answers nearly half of the problems right; the last one where none does.
 
-    When the model takes off differs between machines; where it stands at a third does not.
+    When the model takes off differs between machines; where it stands then does not.
 
     Args:
         checkpoints: folder of ``global_step<N>_hf`` folders.
