@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -170,6 +171,10 @@ def test_wandb_offline_writes_a_run_to_disk_with_its_metrics(tmp_path, monkeypat
     tracker.log_text(1, "rollout", "3+4=7")
     tracker.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    # W&B's own process writes the file, and may do so after `finish` has returned.
+    deadline = time.monotonic() + 60
+    while b"reward/mean" not in run.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.2)
     content = run.read_bytes()
     assert b"reward/mean" in content and b"0.25" in content and b"named" in content and warnings == []
 
