@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.kernels import SEGMENT
 from openrlhf.data.packed_batch import PackedBatch, pack_rows
 from openrlhf.models.forward import ForwardPlan, score_tokens, unwrap
 from openrlhf.models.logprobs import ScoreRequest, scoring_head
@@ -19,6 +23,10 @@ FIRST_ROW, SECOND_ROW = 7, 11
 # A packed row may differ from the same row alone by rounding: other kernels, other orders of summation.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
+# A later token that moves earlier log-probs by this share of what an earlier token moves later ones by is seen by
+# them. Both ways are alike in an encoder; what a causal model's experts round differently stays far below.
+SEEN_SHARE = 0.1
+
 
 def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> ForwardPlan:
     """Runs two short rows and picks the fastest way of running this model that gives what the model itself gives.
@@ -28,6 +36,8 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
     Args:
         model: a transformers model, or a DeepSpeed engine around one.
         packing_samples: False runs padded in any case.
+
+    Raises: ConfigError for a model whose log-probs depend on later tokens.
     """
     module = unwrap(model)
     was_training = module.training
@@ -36,6 +46,7 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
         in_head = _all_say(_head_answers_arrive(model, device), device)
         if not in_head:
             _say("%s changes its logits after the output head; log-probs are taken from whole logits", _name(module))
+        _check_causal(model, ForwardPlan(packed=False, in_head=in_head), device)
         packed = packing_samples and _all_say(
             _rows_stay_apart(model, ForwardPlan(packed=True, in_head=in_head), device), device
         )
@@ -91,6 +102,48 @@ def _head_answers_arrive(model: Any, device: torch.device) -> bool:
     with head.answering(request, probe=expected):
         answer = model(input_ids=tokens, use_cache=False).logits
     return answer.shape == (1, 8, 1) and torch.equal(answer[0].double(), expected.double())
+
+
+@contextmanager
+def _own_attention(module: Any) -> Iterator[None]:
+    """Our kernel is causal whatever the model is, so an encoder shows what it is under its own attention alone."""
+    chosen = module.config._attn_implementation
+    if chosen != SEGMENT:
+        yield
+        return
+    module.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(chosen)
+
+
+def _check_causal(model: Any, plan: ForwardPlan, device: torch.device) -> None:
+    """Changes the last token of a row, and the first, and compares what each moves.
+
+    Raises: ConfigError, on all ranks alike.
+    """
+    module = unwrap(model)
+    _, row = _rows(module, seed=0)
+    vocab = module.config.get_text_config().vocab_size
+    changed_last, changed_first = row.clone(), row.clone()
+    changed_last[-1] = (row[-1] + vocab // 2) % vocab
+    changed_first[0] = (row[0] + vocab // 2) % vocab
+    with _own_attention(module):
+        base, last, first = (
+            score_tokens(model, _batch([tokens], device), plan=plan).logprobs
+            for tokens in (row, changed_last, changed_first)
+        )
+    backwards = (last - base)[:-1].abs().mean()
+    # Without its direct successor, which a model that attends to nothing predicts from it too.
+    forwards = (first - base)[2:].abs().mean()
+    # A model with NaN for weights is no encoder: NaN is not above anything.
+    if not _all_say(not bool(backwards > SEEN_SHARE * forwards), device):
+        raise ConfigError(
+            f"{module.name_or_path} ({_name(module)}) is no causal language model: a change of the last token of a row "
+            f"moved the log-probs of the tokens before it by {backwards:.1e}, as a change of the first token moved "
+            f"those behind it by {forwards:.1e}; take a decoder, since an encoder sees the answers that it is to learn."
+        )
 
 
 def _rows_stay_apart(model: Any, plan: ForwardPlan, device: torch.device) -> bool:

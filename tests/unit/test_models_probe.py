@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from openrlhf.config.errors import ConfigError
 from openrlhf.data.packed_batch import pack_rows
 from openrlhf.models.forward import ForwardPlan, score_tokens
 from openrlhf.models.loading import load_causal_lm
@@ -73,3 +74,44 @@ def test_a_kernel_that_lets_rows_see_each_other_is_found_out(tmp_path: Path, mon
 
 def test_no_packing_samples_runs_padded(tmp_path: Path) -> None:
     assert _plan(make_tiny_model(tmp_path, "qwen2"), packing_samples=False)[1] == ForwardPlan(packed=False)
+
+
+def _make_encoder(folder: Path, kind: str, *, is_decoder: bool) -> Path:
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        is_decoder=is_decoder,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["auto", "eager", "sdpa"])
+def test_an_encoder_is_refused_by_name_under_every_kernel_and_the_same_as_a_decoder_is_not(
+    tmp_path: Path, kind: str, dtype: torch.dtype, attention: str
+) -> None:
+    folder = _make_encoder(tmp_path / "encoder", kind, is_decoder=False)
+    with pytest.raises(ConfigError, match=f"{folder} .*is no causal language model: .* moved the log-probs"):
+        _plan(folder, dtype=dtype, attention=attention)
+    _plan(_make_encoder(tmp_path / "decoder", kind, is_decoder=True), dtype=dtype, attention=attention)
+
+
+def test_a_decoder_whose_config_lets_it_look_ahead_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "gemma3", use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="is no causal language model"):
+        _plan(folder)
+
+
+def test_the_check_leaves_the_kernel_as_it_was_chosen(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path, "qwen2")
+    before = load_causal_lm(folder, dtype=torch.float32, device="cpu").config._attn_implementation
+    assert _plan(folder)[0].config._attn_implementation == before
