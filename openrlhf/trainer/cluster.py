@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.config import PPOConfig, check_device, device_notes, known_device
 from openrlhf.config.parse import print_note
+from openrlhf.trainer.ray_reaper import start_reaper
 from openrlhf.utils.errors import RunError
 
 WORKER_ENV = {
@@ -45,24 +46,35 @@ def worker_env(user_env: Mapping[str, str], defaults: Mapping[str, str] = WORKER
     return {name: user_env.get(name, value) for name, value in defaults.items()}
 
 
-def start_ray(*, logical_cpus: int) -> bool:
-    """Joins the cluster that the environment names, or starts a local one.
+@contextlib.contextmanager
+def ray_started(*, logical_cpus: int) -> Iterator[None]:
+    """Joins the cluster that the environment names, or starts a local one, and leaves it at the end.
 
     A Ray that this process has joined before is left as it is.
 
     Args:
         logical_cpus: places that the run asks for; a local Ray gets at least so many, whatever the machine has.
-
-    Returns:
-        True where Ray was started or joined here, and is therefore ours to leave.
     """
     if ray.is_initialized():
-        return False
+        yield
+        return
     # Ray would hide the GPUs from workers that ask for none, and says in a warning that it will stop doing so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if os.environ.get("RAY_ADDRESS"):
+    local = not os.environ.get("RAY_ADDRESS")
+    if local:
+        _start_local(logical_cpus)
+    else:
         ray.init(logging_level="ERROR")
-        return True
+    reaper = start_reaper() if local else None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if reaper is not None:
+            reaper.stdin.close()
+
+
+def _start_local(logical_cpus: int) -> None:
     for name, value in _LOCAL_ENV.items():
         os.environ.setdefault(name, value)
     ray.init(
@@ -73,7 +85,6 @@ def start_ray(*, logical_cpus: int) -> bool:
         logging_level="ERROR",
         object_store_memory=_object_store_bytes(),
     )
-    return True
 
 
 def _cpu_env() -> dict[str, str]:
@@ -100,8 +111,7 @@ def ray_session(config: PPOConfig) -> Iterator[str]:
     Raises:
         ConfigError: the device cannot do what the flags ask for.
     """
-    ours = start_ray(logical_cpus=sum(role_sizes(config).values()) + 1)
-    try:
+    with ray_started(logical_cpus=sum(role_sizes(config).values()) + 1):
         device = config.device
         if device == "auto":
             device = "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
@@ -111,9 +121,6 @@ def ray_session(config: PPOConfig) -> Iterator[str]:
             for note in device_notes(config, device):
                 print_note(note)
         yield device
-    finally:
-        if ours:
-            ray.shutdown()
 
 
 @dataclass(frozen=True)

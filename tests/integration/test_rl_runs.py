@@ -155,7 +155,8 @@ def test_a_killed_part_ends_the_run_within_a_minute_names_it_and_leaves_nothing_
         if named is not None:
             assert code == 1
             last = run.text().strip().splitlines()[-1]
-            assert last.startswith(f"openrlhf train_ppo_ray: {named}"), run.text()[-3000:]
+            # A worker that was talking to the dead one at that moment may be the first to speak, and names it too.
+            assert last.startswith("openrlhf train_ppo_ray: ") and named in last, run.text()[-3000:]
     assert [line["step"] for line in runs.metrics(tmp_path)][:2] == [1, 2]
 
 

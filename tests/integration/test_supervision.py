@@ -21,7 +21,7 @@ from ray.exceptions import RayTaskError
 from openrlhf.data.prompts import PromptRecord
 from openrlhf.rollout.actor import GroupRequest, Sampling
 from openrlhf.rollout.pool import RolloutPool
-from openrlhf.trainer.cluster import Place, start_ray
+from openrlhf.trainer.cluster import Place, ray_started
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor
 from tests.integration.ray_workers import ScriptedActor, Worker
@@ -289,7 +289,9 @@ def test_a_ray_that_is_running_is_neither_started_again_nor_ended() -> None:
     job, address = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().gcs_address
     resources = ray.cluster_resources()
 
-    assert start_ray(logical_cpus=64) is False
+    with ray_started(logical_cpus=64):
+        pass
+    assert ray.is_initialized()
     assert (ray.get_runtime_context().get_job_id(), ray.get_runtime_context().gcs_address) == (job, address)
     assert ray.cluster_resources() == resources
 
@@ -317,14 +319,14 @@ def test_a_worker_has_what_the_user_has_set_and_the_defaults_elsewhere(
 
 JOB = """
 import json, ray
-from openrlhf.trainer.cluster import Place, start_ray
+from openrlhf.trainer.cluster import Place, ray_started
 from tests.integration.ray_workers import Worker
 
-assert start_ray(logical_cpus=1)
-group = ray.util.placement_group([{"CPU": 1}])
-ray.get(group.ready(), timeout=60)
-worker = Worker.options(**Place(group, 0, 0.5, on_gpu=False).options()).remote()
-print(json.dumps(ray.get(worker.variables.remote(["NCCL_DEBUG", "TEAM", "TORCH_CPP_LOG_LEVEL"]), timeout=60)))
+with ray_started(logical_cpus=1):
+    group = ray.util.placement_group([{"CPU": 1}])
+    ray.get(group.ready(), timeout=60)
+    worker = Worker.options(**Place(group, 0, 0.5, on_gpu=False).options()).remote()
+    print(json.dumps(ray.get(worker.variables.remote(["NCCL_DEBUG", "TEAM", "TORCH_CPP_LOG_LEVEL"]), timeout=60)))
 """
 
 
