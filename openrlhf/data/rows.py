@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openrlhf.data.errors import DataError
-from openrlhf.data.tables import Row, Table
+from openrlhf.data.tables import CELL_SUFFIXES, Row, Table
 
 # Columns looked at to say which exist: rows of JSON may each have their own.
 PROBED_ROWS = 100
@@ -93,3 +93,13 @@ def required_field(row: Row, key: str, flag: str) -> Any:
     if key not in row:
         raise row_error(row, f"there is no column {key!r}, which {flag} names")
     return row[key]
+
+
+def nothing_in(row: Row, key: str) -> str | None:
+    """Returns: what stands in a column that holds nothing, in words; None where it holds something.
+
+    An empty cell of a CSV file counts: such a file cannot say that the empty text is meant.
+    """
+    if row[key] is None:
+        return "null"
+    return "an empty cell" if row[key] == "" and row["__source__"].lower().endswith(CELL_SUFFIXES) else None

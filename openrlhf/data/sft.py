@@ -14,7 +14,7 @@ from tqdm import tqdm
 from openrlhf.config.checks_data import check_response, check_slots
 from openrlhf.config.errors import ConfigError
 from openrlhf.data.errors import DataError
-from openrlhf.data.rows import Rows, required_field, row_error
+from openrlhf.data.rows import Rows, nothing_in, required_field, row_error
 from openrlhf.data.spans import encode_marked, mark_assistant, turn_end
 from openrlhf.data.tables import Row
 from openrlhf.data.templates import (
@@ -80,8 +80,9 @@ def encode_sft_row(tokenizer: Any, row: Row, form: SFTFormat) -> tuple[list[int]
     response = None
     if form.output_key is not None:
         response = required_field(row, form.output_key, "--data.output_key")
-        if response is None:
-            raise row_error(row, f"column {form.output_key!r}: expected a response, found null")
+        nothing = nothing_in(row, form.output_key)
+        if nothing is not None:
+            raise row_error(row, f"column {form.output_key!r}: expected a response, found {nothing}")
     try:
         if form.pretrain_mode:
             ids, mask = _encode_whole(tokenizer, value, response, form)

@@ -6,9 +6,13 @@ get the keys of all other rows, and text that looks like a date becomes one.
 
 from __future__ import annotations
 
+import csv
 import json
 import mmap
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +26,12 @@ Row = dict[str, Any]
 
 # A JSON file that is one object may hold its rows under one of these keys.
 WRAPPERS = ("data", "rows")
+
+# Their cells are text, and an empty one may be an empty text or a value that is missing.
+CELL_SUFFIXES = (".csv", ".tsv")
+
+# Half of a pair of escapes for one character. Only a line that has one can hold text that no encoder takes.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Table(Protocol):
@@ -65,9 +75,12 @@ class JsonLinesTable:
         end = self._map.find(b"\n", start)
         line = self._map[start : end if end >= 0 else len(self._map)]
         try:
-            value = json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:
+            text = line.decode("utf-8-sig")
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise DataError(f"the line is not JSON: {error}", **self._place(index)) from error
+        if _SURROGATE.search(text):
+            _check_encodable(value, **self._place(index))
         return _as_row(value, **self._place(index))
 
     def locate(self, index: int) -> tuple[str, int]:
@@ -82,16 +95,20 @@ class JsonLinesTable:
 
 
 class ListTable:
-    """Rows that are already in memory: the array of a JSON file."""
+    """Rows that are already in memory: the array of a JSON file, or the lines of a CSV file."""
 
-    def __init__(self, values: Sequence[Any], source: str) -> None:
+    def __init__(self, values: Sequence[Any], source: str, *, surrogates: bool = False) -> None:
+        """Args: ``surrogates`` are in the file, so that every row is looked at for one without its other half."""
         self.values = values
         self.source = source
+        self._surrogates = surrogates
 
     def __len__(self) -> int:
         return len(self.values)
 
     def row(self, index: int) -> Row:
+        if self._surrogates:
+            _check_encodable(self.values[index], source=self.source, row=index + 1)
         return _as_row(self.values[index], source=self.source, row=index + 1)
 
     def locate(self, index: int) -> tuple[str, int]:
@@ -125,15 +142,16 @@ def read_json(path: Path) -> Table:
     if _is_json_lines(path):
         return JsonLinesTable(path)
     try:
-        value = json.loads(path.read_text("utf-8-sig"))
-    except ValueError as error:
+        text = path.read_text("utf-8-sig")
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the file is not JSON: {error}", source=str(path)) from error
     if isinstance(value, dict):
         rows = [value[key] for key in WRAPPERS if len(value) == 1 and isinstance(value.get(key), list)]
         value = rows[0] if rows else [value]
     if not isinstance(value, list):
         raise DataError(f"the file holds {type(value).__name__}, not an array of objects", source=str(path))
-    return ListTable(value, str(path))
+    return ListTable(value, str(path), surrogates=_SURROGATE.search(text) is not None)
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -143,15 +161,54 @@ def _is_json_lines(path: Path) -> bool:
         follows = any(line.strip() for line in file)
     try:
         return follows and isinstance(json.loads(first.decode("utf-8-sig")), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def read_csv(path: Path) -> Table:
-    """A `.csv` or `.tsv` file with a header; only an empty cell is a missing value, not the word None or NA."""
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    data = datasets.Dataset.from_csv(str(path), keep_default_na=False, na_values=[""], sep=separator)
-    return ArrowTable(data, str(path))
+    """A `.csv` or `.tsv` file with a header, in memory: every cell is text as it stands, so that a label 07 stays 07.
+
+    Blank lines are skipped; a row with fewer cells than the header has columns lacks the last columns.
+    """
+    rows: list[Row] = []
+    with path.open("rb") as file, _cells_of_any_length():
+        # Decoded line by line, so that a byte which is no UTF-8 is found in its own row.
+        texts = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(file))
+        lines = csv.reader(texts, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            header = next(lines, [])
+            _check_header(header, path)
+            for cells in lines:
+                if len(cells) > len(header):
+                    raise DataError(
+                        f"the row has {len(cells)} cells and the header names {len(header)} columns; a cell with a "
+                        "separator in it stands in quotes",
+                        source=str(path),
+                        row=len(rows) + 1,
+                    )
+                if any(cell.strip() for cell in cells):
+                    rows.append(dict(zip(header, cells, strict=False)))
+        except (csv.Error, UnicodeDecodeError) as error:
+            problem = f"the row cannot be read ({error})"
+            raise DataError(problem, source=str(path), row=len(rows) + 1) from error
+    return ListTable(rows, str(path))
+
+
+@contextmanager
+def _cells_of_any_length() -> Iterator[None]:
+    """The csv module's limit is one for the whole process, and 128 KB by itself."""
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _check_header(header: Sequence[str], path: Path) -> None:
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice or not header:
+        problem = f"the header names {', '.join(map(repr, twice))} twice" if twice else "the first line is no header"
+        raise DataError(problem, source=str(path))
 
 
 def read_parquet(path: Path) -> Table:
@@ -209,3 +266,13 @@ def _as_row(value: Any, *, source: str, row: int) -> Row:
     if not isinstance(value, dict):
         raise DataError(f"expected an object, found {type(value).__name__}", source=source, row=row)
     return value
+
+
+def _check_encodable(value: Any, *, source: str, row: int) -> None:
+    """Raises: DataError for text with half of a surrogate pair, which neither a tokenizer nor a file takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        problem = f"{half} is half of a character: write both halves of the pair, or leave it out"
+        raise DataError(problem, source=source, row=row) from error

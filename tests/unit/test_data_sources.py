@@ -116,7 +116,9 @@ def make(form: str, folder: Path) -> str:
 )
 def test_every_local_form_loads_the_same_three_rows(form, tmp_path):
     rows = load(make(form, tmp_path))
-    assert [{key: row[key] for key in ("input", "answer")} for row in rows] == ROWS
+    # Only a CSV has no types.
+    expected = [{key: str(value) for key, value in row.items()} for row in ROWS] if form == "csv" else ROWS
+    assert [{key: row[key] for key in ("input", "answer")} for row in rows] == expected
     assert rows.column_names == ["input", "answer"]
 
 
@@ -169,9 +171,70 @@ def test_values_of_any_json_type_in_one_column_come_through_unchanged(tmp_path):
         assert list(map(type, loaded)) == list(map(type, labels))
 
 
-def test_words_for_nothing_in_a_csv_stay_words(tmp_path):
-    (tmp_path / "a.csv").write_text("input,label\nx,None\ny,NA\nz,\n")
-    assert [row["label"] for row in load(tmp_path / "a.csv")] == ["None", "NA", None]
+@pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("TSV", "\t")])
+def test_a_cell_is_the_text_that_stands_in_it_whatever_it_looks_like_and_whatever_stands_in_other_rows(
+    suffix, separator, tmp_path
+):
+    cells = ["07", "7", "1e5", "0x1F", "1_000", "True", "None", "NA", "nan", "", " x ", "2024-01-01", "1.10", "[1]"]
+    file = tmp_path / f"a.{suffix}"
+    file.write_text("".join(f"{a}{separator}{b}\n" for a, b in [("input", "label"), *(("q", cell) for cell in cells)]))
+    assert [row["label"] for row in load(file)] == cells
+    for cell in cells:
+        file.write_text(f"input{separator}label\nq{separator}{cell}\n")
+        assert [row["label"] for row in load(file)] == [cell]
+
+
+def test_quotes_line_ends_blank_lines_and_long_cells_of_a_csv_are_read_as_spreadsheets_write_them(tmp_path):
+    long = "x" * 200_000
+    text = f'\ufeffinput,label\r\n"a,b\nc","say ""hi"""\r\n\r\n{long},é\r\nshort\r\n'
+    (tmp_path / "a.csv").write_text(text, newline="")
+    rows = load(tmp_path / "a.csv")
+    assert [(row["input"], row.get("label")) for row in rows] == [
+        ("a,b\nc", 'say "hi"'),
+        (long, "é"),
+        ("short", None),
+    ]
+    assert [row["__row__"] for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"input,label\n", "a.csv: the data set has no rows"),
+        (b"input,label", "a.csv: the data set has no rows"),
+        (b"\n\n", "a.csv: the first line is no header"),
+        (b"input,label,input\nx,1,2\n", "a.csv: the header names 'input' twice"),
+        (b"input,label\nx,1\ny,1,2\n", "a.csv, row 2: the row has 3 cells and the header names 2 columns"),
+        (b'input,label\nx,1\ny,"1\n', "a.csv, row 2: the row cannot be read"),
+        (b"input,label\nx,1\ny,2\nz,\xff\n", "a.csv, row 3: the row cannot be read"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_is_named_with_its_row(content, said, tmp_path):
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / "a.csv")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize("place", ['{"input": "%s"}', '{"%s": 1}', '{"input": [{"content": "x %s y"}]}'])
+@pytest.mark.parametrize("half", ["\\ud800", "\\uDFFF", "\\ude00\\ud83d"])
+def test_half_of_a_character_is_named_by_file_and_row_and_a_whole_pair_is_text(name, place, half, tmp_path):
+    good = place % "\\ud83d\\ude00 \\\\ud800"
+    rows = [good, good, place % half]
+    (tmp_path / name).write_text("\n".join(rows) if name.endswith("l") else f"[{','.join(rows)}]")
+    loaded = load(tmp_path / name)
+    assert "\U0001f600 \\ud800" in str({**loaded[1]}).replace("\\\\", "\\")
+    with pytest.raises(DataError) as caught:
+        loaded[2]
+    assert f"{name}, row 3: {half[:6].lower()} is half of a character" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_json_that_is_nested_too_deep_is_named(name, tmp_path):
+    (tmp_path / name).write_text('{"input": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(DataError, match=f"{name}.* is not JSON"):
+        load(tmp_path / name)[0]
 
 
 def test_a_broken_line_is_named_by_file_and_line(tmp_path):

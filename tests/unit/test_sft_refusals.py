@@ -31,6 +31,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("a.json", "[]", [], ["a.json: the data set has no rows"]),
         ("a.jsonl", GOOD, ["--data.max_len", "3"], ["none of the 1 rows", "--data.max_len 3"]),
         ("a.jsonl", GOOD, ["--data.input_template", "Q: {} {}"], ["--data.input_template"]),
+        ("a.csv", "q,a\n1 + 1,2\n1 + 2,\n", [], ["a.csv, row 2: column 'a': expected a response, found an empty cell"]),
+        ("a.csv", "q,a\n1 + 1,2\n,3\n", [], ["a.csv, row 2", "the prompt is empty"]),
+        ("a.csv", "q,a\n", [], ["a.csv: the data set has no rows"]),
+        ("a.jsonl", GOOD + '{"q": "\\ud800", "a": "2"}\n', [], ["a.jsonl, row 2: \\ud800 is half of a character"]),
         ("a.xyz", GOOD, [], ["cannot read a .xyz", ".parquet"]),
     ],
 )
