@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from openrlhf.config.commands import PPOConfig, RMConfig, TrainingConfig
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.flags import flags_of
 from openrlhf.config.model import PlacementConfig
 from openrlhf.config.optimizer import OptimizerConfig
 
@@ -90,8 +91,12 @@ def check_sharding(config: TrainingConfig) -> None:
 
 
 def check_checkpoints(config: TrainingConfig) -> None:
-    """Raises ConfigError where checkpoints would be empty or overwrite the export."""
+    """Raises ConfigError where checkpoints would be empty, or where what is written would overwrite something else."""
     ckpt = config.ckpt
+    for flag, folder in (("--ckpt.output_dir", ckpt.output_dir), ("--ckpt.path", ckpt.path)):
+        if not folder.strip():
+            raise ConfigError(f"{flag} is empty; name a folder, or leave the flag out.")
+        check_apart_from_models(config, flag, folder)
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
         raise ConfigError(
             "--ckpt.disable_ds without --ckpt.save_hf leaves nothing to write every --ckpt.save_steps; add "
@@ -99,3 +104,19 @@ def check_checkpoints(config: TrainingConfig) -> None:
         )
     if os.path.abspath(ckpt.path) == os.path.abspath(ckpt.output_dir):
         raise ConfigError("--ckpt.path and --ckpt.output_dir are the same folder; states and export need one each.")
+
+
+def check_apart_from_models(config: TrainingConfig, flag: str, folder: str) -> None:
+    """Raises ConfigError where ``folder``, which is written to, is a model's folder or lies in one; links count."""
+    written = os.path.realpath(folder)
+    for name, model_flag in flags_of(type(config)).items():
+        model = model_flag.value(config)
+        if name.rpartition(".")[2] != "model_name_or_path" or not model or not os.path.isdir(model):
+            continue
+        read = os.path.realpath(model)
+        if os.path.commonpath([read, written]) == read:
+            where = "is the folder of" if read == written else "lies inside of"
+            raise ConfigError(
+                f"{flag} {folder} {where} the model that --{name} {model} names, and would overwrite or clutter it; "
+                "write to another folder."
+            )
