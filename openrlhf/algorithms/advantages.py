@@ -1,8 +1,8 @@
-"""Advantages of a whole rollout batch, from one reward a trajectory.
+"""Advantages of a whole rollout batch, from the rewards of its trajectories.
 
-Every estimator is a pure function of one record, ``AdvantageInputs``, and stands in one registry. All of them here are
+Every estimator is a pure function of one record, ``AdvantageInputs``, and stands in one registry. All but ``gae`` are
 the same three steps: a scalar a trajectory (the reward, or how it compares with its group), the discounted sum of what
-follows each token, and for some a whitening over the batch.
+follows each token, and for some a whitening over the batch. ``gae`` sets a critic's values against that sum.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from openrlhf.algorithms.aggregate import mask_out, row_of_token
+from openrlhf.algorithms.aggregate import mask_out, row_of_token, sum_by_row
+from openrlhf.algorithms.groups import group_statistics
+from openrlhf.algorithms.registry import look_up, register
 from openrlhf.algorithms.shaping import clip_rewards
+from openrlhf.algorithms.token_returns import generalized_advantages, reward_to_go, terminal_rewards, whiten
 
 GROUP_STD_EPSILON = 1e-9
-VARIANCE_FLOOR = 1e-8
+TOKEN_REWARD_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,16 @@ class AdvantageInputs:
         gamma: discount per token that the policy produced.
         reward_clip: (low, high) for the scalar of a trajectory, after the group baseline; None for no bounds.
         whiten_std: False leaves out the division by the standard deviation where an estimator whitens.
+        values: float [T], a critic's value of the state before each token, for ``gae``; None without a critic.
+        lambd: lambda of ``gae``.
+        token_rewards: float [T], where rewards come turn by turn: each at the last token of the policy in the turn
+            that earned it; over a trajectory they sum to ``rewards``. ``gae`` and ``reinforce`` place them so; the
+            estimators that compare the samples of a group look at ``rewards`` alone. None puts the whole reward on the
+            last trained token.
+
+    Raises:
+        ValueError: for a tensor of another size, a scored trajectory whose reward is not a finite number, or token
+            rewards that do not sum to it.
     """
 
     rewards: torch.Tensor
@@ -47,6 +60,9 @@ class AdvantageInputs:
     gamma: float = 1.0
     reward_clip: tuple[float, float] | None = None
     whiten_std: bool = True
+    values: torch.Tensor | None = None
+    lambd: float = 1.0
+    token_rewards: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = self.cu_seqlens.numel() - 1, int(self.cu_seqlens[-1])
@@ -56,12 +72,31 @@ class AdvantageInputs:
             ("group_ids", self.group_ids, rows),
             ("mask", self.mask, tokens),
             ("kl", self.kl, tokens),
+            ("values", self.values, tokens),
+            ("token_rewards", self.token_rewards, tokens),
         ):
             if tensor is not None and tensor.numel() != size:
                 raise ValueError(f"{name} has {tensor.numel()} entries, cu_seqlens asks for {size}")
         bad = (self.scored.bool() & ~self.rewards.isfinite()).nonzero().flatten().tolist()
         if bad:
             raise ValueError(f"trajectories {bad} are marked as scored, but their rewards are not finite numbers")
+        if self.token_rewards is not None:
+            self._check_token_rewards(self.token_rewards)
+
+    def _check_token_rewards(self, token_rewards: torch.Tensor) -> None:
+        trained = self.trained()
+        placed = mask_out(token_rewards.double(), trained)
+        total = sum_by_row(placed, self.cu_seqlens)
+        allowed = TOKEN_REWARD_TOLERANCE * (1 + sum_by_row(placed.abs(), self.cu_seqlens))
+        # Written so that a NaN is refused too.
+        close = (total - self.rewards.double()).abs() <= allowed
+        somewhere = sum_by_row(trained.long(), self.cu_seqlens) > 0
+        bad = (somewhere & ~close).nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(
+                f"the token rewards of trajectories {bad} sum to {total[bad].tolist()} over the tokens that the policy "
+                f"produced, their rewards are {self.rewards[bad].tolist()}; place every reward on such a token"
+            )
 
     def trained(self) -> torch.Tensor:
         """Returns: bool [T], tokens of the policy in trajectories that have a reward."""
@@ -79,143 +114,19 @@ def register_estimator(name: str) -> Callable[[Estimator], Estimator]:
     Raises:
         ValueError: where the name is taken.
     """
-
-    def enter(estimator: Estimator) -> Estimator:
-        if name in ESTIMATORS:
-            raise ValueError(f"there is an advantage estimator named {name!r} already")
-        ESTIMATORS[name] = estimator
-        return estimator
-
-    return enter
+    return register(ESTIMATORS, "advantage estimator", name)
 
 
 def compute_advantages(name: str, inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns of a rollout batch by the estimator ``name``.
 
     Returns:
-        advantages [T] and returns [T] (the discounted sum before any whitening), 0 where nothing is trained.
+        advantages [T] and returns [T] (before any whitening; what a critic learns), 0 where nothing is trained.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or ``gae`` without values.
     """
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}; there are {', '.join(sorted(ESTIMATORS))}")
-    return ESTIMATORS[name](inputs)
-
-
-def reward_to_go(rewards: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted sum of the rewards from each trained token to the end of its row.
-
-    Tokens that the policy did not produce are passed over: they add nothing, discount nothing and end nothing, so that
-    the answer before a tool's output gets the reward that comes after it.
-
-    Args:
-        rewards: [T], per token.
-        mask: bool [T].
-        cu_seqlens: [N + 1].
-        gamma: discount per trained token.
-
-    Returns: [T], 0 where ``mask`` is False.
-    """
-    mask = mask.bool()
-    row = row_of_token(cu_seqlens)
-    trained_row = row[mask]
-    counts = torch.bincount(trained_row, minlength=cu_seqlens.numel() - 1)
-    starts = counts.cumsum(0) - counts
-    place = torch.arange(trained_row.numel(), device=mask.device) - starts[trained_row]
-    # Rows with the trained tokens alone, so that one pass from the right serves all rows at once.
-    width = int(counts.max()) if counts.numel() else 0
-    grid = rewards.new_zeros(width, counts.numel())
-    grid[place, trained_row] = rewards[mask]
-    for t in range(width - 2, -1, -1):
-        grid[t] += gamma * grid[t + 1]
-    returns = torch.zeros_like(rewards)
-    returns[mask] = grid[place, trained_row]
-    return returns
-
-
-def terminal_rewards(scalars: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Puts one number a row on the last trained token of the row.
-
-    Args:
-        scalars: [N].
-        mask: bool [T].
-        cu_seqlens: [N + 1].
-
-    Returns: [T], 0 elsewhere; a row without a trained token has no place for its number.
-    """
-    mask = mask.bool()
-    row = row_of_token(cu_seqlens)
-    position = torch.arange(mask.numel(), device=mask.device)
-    last = torch.full((scalars.numel(),), -1, device=mask.device)
-    last = last.scatter_reduce(0, row[mask], position[mask], "amax")
-    rewards = scalars.new_zeros(mask.numel())
-    rewards[last[last >= 0]] = scalars[last >= 0]
-    return rewards
-
-
-def whiten(values: torch.Tensor, mask: torch.Tensor, std: bool = True) -> torch.Tensor:
-    """Shifts to mean 0 over all trained tokens and, with ``std``, scales to variance 1 (biased, floor 1e-8).
-
-    Source: REINFORCE++, arXiv 2501.03262.
-
-    Args:
-        values: [T].
-        mask: bool [T].
-
-    Returns: [T], 0 where ``mask`` is False.
-    """
-    mask = mask.bool()
-    if not bool(mask.any()):
-        return torch.zeros_like(values)
-    trained = values[mask]
-    centred = trained - trained.mean()
-    if std:
-        centred = centred * centred.square().mean().clamp(min=VARIANCE_FLOOR).rsqrt()
-    white = torch.zeros_like(values)
-    white[mask] = centred
-    return white
-
-
-@dataclass(frozen=True)
-class GroupStatistics:
-    """Per trajectory, statistics of the scored samples of its group; all [N].
-
-    Attributes:
-        count: scored samples.
-        mean: of their rewards.
-        std: unbiased; 0 for fewer than two samples.
-        flat: bool, True where the rewards are all equal, or the trajectory itself has none.
-    """
-
-    count: torch.Tensor
-    mean: torch.Tensor
-    std: torch.Tensor
-    flat: torch.Tensor
-
-
-def group_statistics(rewards: torch.Tensor, scored: torch.Tensor, group_ids: torch.Tensor) -> GroupStatistics:
-    """Statistics of each group, found by its id, in whatever order the samples stand.
-
-    Args:
-        rewards: float [N].
-        scored: bool [N]; the others are in no statistic.
-        group_ids: int64 [N].
-    """
-    scored = scored.bool()
-    groups, group = torch.unique(group_ids, return_inverse=True)
-    number = groups.numel()
-    known, values = group[scored], rewards[scored]
-    zeros = rewards.new_zeros(number)
-    count = zeros.index_add(0, known, torch.ones_like(values))
-    mean = zeros.index_add(0, known, values) / count.clamp(min=1)
-    squares = zeros.index_add(0, known, (values - mean[known]).square())
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    # Rounding leaves the mean of equal numbers beside them; a group that teaches nothing must give exactly nothing.
-    highest = zeros.scatter_reduce(0, known, values, "amax", include_self=False)
-    lowest = zeros.scatter_reduce(0, known, values, "amin", include_self=False)
-    flat = highest == lowest
-    return GroupStatistics(count[group], mean[group], std[group], flat[group] | ~scored)
+    return look_up(ESTIMATORS, "advantage estimator", name)(inputs)
 
 
 def group_baseline(inputs: AdvantageInputs) -> torch.Tensor:
@@ -237,26 +148,77 @@ def group_norm(inputs: AdvantageInputs) -> torch.Tensor:
     return mask_out((inputs.rewards - stats.mean) / (stats.std + GROUP_STD_EPSILON), ~stats.flat)
 
 
-def returns_from(scalars: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
-    """Reward-to-go of r_t = -beta KL_t + 1[last trained token] clip(scalar) (arXiv 2501.03262).
+def length_weighted_baseline(inputs: AdvantageInputs) -> torch.Tensor:
+    """Returns: [N], R - sum(len R) / sum(len) over its group, len = trained tokens (OPO, arXiv 2505.23585)."""
+    stats = group_statistics(inputs.rewards, inputs.scored, inputs.group_ids)
+    rewards = mask_out(inputs.rewards, inputs.scored)
+    lengths = sum_by_row(inputs.trained().to(rewards.dtype), inputs.cu_seqlens)
+    groups, group = torch.unique(inputs.group_ids, return_inverse=True)
+    zeros = rewards.new_zeros(groups.numel())
+    total = zeros.index_add(0, group, lengths)
+    baseline = zeros.index_add(0, group, lengths * rewards) / total.clamp(min=1)
+    return mask_out(rewards - baseline[group], ~stats.flat)
+
+
+def terminal_token_rewards(scalars: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    """r_t = -beta KL_t + 1[last trained token] clip(scalar) (arXiv 2501.03262).
 
     Args:
         scalars: [N], one a trajectory.
 
     Returns: [T], 0 where nothing is trained.
     """
-    trained = inputs.trained()
     clipped = clip_rewards(mask_out(scalars, inputs.scored), inputs.reward_clip)
-    rewards = terminal_rewards(clipped, trained, inputs.cu_seqlens)
-    if inputs.kl is not None:
-        rewards = rewards - inputs.kl_coef * mask_out(inputs.kl.to(rewards.dtype), trained)
-    return reward_to_go(rewards, trained, inputs.cu_seqlens, inputs.gamma)
+    return _less_kl(terminal_rewards(clipped, inputs.trained(), inputs.cu_seqlens), inputs)
+
+
+def environment_token_rewards(inputs: AdvantageInputs) -> torch.Tensor:
+    """The rewards where they were earned, less the KL: ``token_rewards``, each clipped, or else the terminal ones.
+
+    Returns: [T], 0 where nothing is trained.
+    """
+    if inputs.token_rewards is None:
+        return terminal_token_rewards(inputs.rewards, inputs)
+    rewards = mask_out(inputs.token_rewards.to(inputs.rewards.dtype), inputs.trained())
+    # 0 stands where there is no reward, and a clip range without 0 in it must not make one there.
+    return _less_kl(torch.where(rewards == 0, rewards, clip_rewards(rewards, inputs.reward_clip)), inputs)
+
+
+def _less_kl(rewards: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    if inputs.kl is None:
+        return rewards
+    return rewards - inputs.kl_coef * mask_out(inputs.kl.to(rewards.dtype), inputs.trained())
+
+
+def _returns(rewards: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    return reward_to_go(rewards, inputs.trained(), inputs.cu_seqlens, inputs.gamma)
+
+
+def returns_from(scalars: torch.Tensor, inputs: AdvantageInputs) -> torch.Tensor:
+    """Returns: [T], reward-to-go of ``terminal_token_rewards`` of ``scalars`` [N]; 0 where nothing is trained."""
+    return _returns(terminal_token_rewards(scalars, inputs), inputs)
+
+
+@register_estimator("gae")
+def gae(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """GAE (arXiv 1506.02438) with a critic: advantages whitened over the batch's tokens, returns A + V not whitened."""
+    if inputs.values is None:
+        raise ValueError("the advantage estimator gae needs the values of a critic")
+    advantages, returns = generalized_advantages(
+        environment_token_rewards(inputs),
+        inputs.values.detach(),
+        inputs.trained(),
+        inputs.cu_seqlens,
+        inputs.gamma,
+        inputs.lambd,
+    )
+    return whiten(advantages, inputs.trained(), inputs.whiten_std), returns
 
 
 @register_estimator("reinforce")
 def reinforce_plus_plus(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++ (arXiv 2501.03262): reward-to-go of the reward itself, whitened over the batch's tokens."""
-    returns = returns_from(inputs.rewards, inputs)
+    returns = _returns(environment_token_rewards(inputs), inputs)
     return whiten(returns, inputs.trained(), inputs.whiten_std), returns
 
 
@@ -285,4 +247,11 @@ def grpo(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def dr_grpo(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Dr. GRPO (arXiv 2503.20783): reward-to-go of reward minus group mean, neither normalised nor whitened."""
     returns = returns_from(group_baseline(inputs), inputs)
+    return returns, returns
+
+
+@register_estimator("opo")
+def opo(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """OPO (arXiv 2505.23585): reward-to-go of the reward minus the length-weighted mean of its group, not whitened."""
+    returns = returns_from(length_weighted_baseline(inputs), inputs)
     return returns, returns

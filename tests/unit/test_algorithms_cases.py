@@ -13,15 +13,14 @@ from openrlhf.algorithms.advantages import (
     group_baseline,
     group_norm,
     leave_one_out,
+    length_weighted_baseline,
     register_estimator,
-    reward_to_go,
-    terminal_rewards,
-    whiten,
 )
 from openrlhf.algorithms.aggregate import aggregate, count_nonempty, count_tokens, count_units
 from openrlhf.algorithms.kl import kl_loss, kl_per_token
 from openrlhf.algorithms.policy_loss import MetricSums, ppo
 from openrlhf.algorithms.shaping import clip_rewards
+from openrlhf.algorithms.token_returns import reward_to_go, terminal_rewards, whiten
 
 NAN = float("nan")
 
@@ -43,7 +42,7 @@ def one_token_each(rewards, groups, scored=None, **options):
         group_ids=torch.tensor(groups),
         mask=torch.ones(n, dtype=torch.bool),
         cu_seqlens=torch.arange(n + 1),
-        **options,
+        **{"values": torch.zeros(n, dtype=torch.float64), **options},
     )
 
 
@@ -285,7 +284,7 @@ def test_a_scored_sample_whose_reward_is_not_a_number_is_refused_by_its_place():
         one_token_each([1.0, NAN], [0, 0])
 
 
-@pytest.mark.parametrize("estimate", [group_baseline, leave_one_out, group_norm])
+@pytest.mark.parametrize("estimate", [group_baseline, leave_one_out, group_norm, length_weighted_baseline])
 def test_equal_rewards_and_groups_of_one_give_exactly_zero(estimate):
     for size in range(1, 12):
         for value in (0.1, 1 / 3, 1e6 + 0.7):
@@ -293,7 +292,7 @@ def test_equal_rewards_and_groups_of_one_give_exactly_zero(estimate):
             assert estimate(inputs).tolist() == [0.0] * (size + 1)
 
 
-@pytest.mark.parametrize("name", ["rloo", "group_norm", "dr_grpo", "reinforce_baseline"])
+@pytest.mark.parametrize("name", ["rloo", "group_norm", "dr_grpo", "opo", "reinforce_baseline"])
 def test_a_batch_that_teaches_nothing_has_no_advantage(name):
     assert compute_advantages(name, one_token_each([0.1] * 7, [0] * 4 + [1] * 3))[0].tolist() == [0.0] * 7
 
@@ -324,6 +323,7 @@ def test_the_kl_is_taken_from_the_reward_of_every_estimator():
             cu_seqlens=torch.tensor([0, 3, 5]),
             kl=f64([NAN, 0.5, 1.0, NAN, -2.0]),
             kl_coef=0.1,
+            values=f64([NAN, 0.0, 0.0, NAN, 0.0]),
         )
         _, with_kl = compute_advantages(name, inputs)
         _, without = compute_advantages(name, replace(inputs, kl=None))
@@ -339,9 +339,10 @@ def test_the_reward_is_clipped_after_the_group_baseline():
         clip_rewards(f64([0.0]), (1.0, -1.0))
 
 
-def test_only_reinforce_and_its_baseline_form_are_whitened():
+def test_only_gae_and_reinforce_and_its_baseline_form_are_whitened():
     inputs = one_token_each([3.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
-    for name, whitened in (("reinforce", 1), ("reinforce_baseline", 1), ("rloo", 0), ("group_norm", 0), ("dr_grpo", 0)):
+    for name in ESTIMATORS:
+        whitened = name in ("gae", "reinforce", "reinforce_baseline")
         advantages, returns = compute_advantages(name, inputs)
         assert torch.equal(advantages, returns) is not bool(whitened)
         if whitened:
@@ -361,18 +362,23 @@ def test_whitening_has_a_floor_for_the_variance_and_a_mean_only_form():
 def test_a_trajectory_without_a_token_of_the_policy_is_harmless():
     for name in ESTIMATORS:
         inputs = AdvantageInputs(
-            f64([1.0, 0.0]), bools([1, 1]), torch.tensor([0, 0]), bools([0, 0, 0, 1]), torch.tensor([0, 2, 4])
+            f64([1.0, 0.0]),
+            bools([1, 1]),
+            torch.tensor([0, 0]),
+            bools([0, 0, 0, 1]),
+            torch.tensor([0, 2, 4]),
+            values=f64([NAN, NAN, NAN, 0.5]),
         )
         advantages, _ = compute_advantages(name, inputs)
         assert advantages.isfinite().all() and advantages[:3].tolist() == [0, 0, 0]
 
 
 def test_the_registry_refuses_a_second_entry_and_an_unknown_name():
-    with pytest.raises(ValueError, match="there is an advantage estimator named 'rloo' already"):
+    with pytest.raises(ValueError, match="the advantage estimator 'rloo' exists already"):
         register_estimator("rloo")(lambda inputs: (inputs.rewards, inputs.rewards))
     with pytest.raises(ValueError, match="unknown advantage estimator 'ppo'"):
         compute_advantages("ppo", one_token_each([1.0], [0]))
-    assert set(ESTIMATORS) == {"reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo"}
+    assert set(ESTIMATORS) == {"gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo"}
 
 
 def test_inputs_of_different_sizes_are_refused():

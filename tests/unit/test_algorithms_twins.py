@@ -92,16 +92,19 @@ def test_kl_agrees_with_its_loop(seed, estimator):
         assert new.grad[i].item() == pytest.approx(slope if mask[i] and inside else 0.0)
 
 
-def scalar_of(name, rewards, groups, scored, i):
-    """What a trajectory is worth before KL and discount."""
-    group = [r for r, g, s in zip(rewards, groups, scored, strict=True) if s and g == groups[i]]
-    if name == "reinforce":
+def scalar_of(name, rewards, groups, scored, sizes, i):
+    """What a trajectory is worth before KL and discount; ``sizes`` are the trained tokens of each."""
+    members = [j for j in range(len(rewards)) if scored[j] and groups[j] == groups[i]]
+    group = [rewards[j] for j in members]
+    if name in ("gae", "reinforce"):
         return rewards[i]
     if len(set(group)) < 2:
         return 0.0
     mean = sum(group) / len(group)
     if name == "rloo":
         return rewards[i] - (sum(group) - rewards[i]) / (len(group) - 1)
+    if name == "opo":
+        return rewards[i] - sum(sizes[j] * rewards[j] for j in members) / max(1, sum(sizes[j] for j in members))
     if name == "group_norm":
         return (rewards[i] - mean) / (statistics.stdev(group) + 1e-9)
     return rewards[i] - mean
@@ -117,7 +120,7 @@ def test_advantages_agree_with_their_loop(seed, name, gamma, whiten_std):
     rewards = [rng.choice([0.0, 0.25, 0.7, 3.0]) for _ in range(n)]
     groups = [rng.randrange(3) * 10 for _ in range(n)]
     scored = [rng.random() < 0.85 for _ in range(n)]
-    kl = randn(sum(lengths), seed, 0.3)
+    kl, values = randn(sum(lengths), seed, 0.3), randn(sum(lengths), seed + 100)
     inputs = AdvantageInputs(
         rewards=torch.tensor([r if s else math.nan for r, s in zip(rewards, scored, strict=True)], dtype=torch.float64),
         scored=torch.tensor(scored),
@@ -129,23 +132,32 @@ def test_advantages_agree_with_their_loop(seed, name, gamma, whiten_std):
         gamma=gamma,
         reward_clip=(-0.6, 0.6),
         whiten_std=whiten_std,
+        values=torch.where(mask, values, math.nan),
+        lambd=0.8,
     )
     advantages, returns = compute_advantages(name, inputs)
 
-    expected = []
-    for i, (row, kls) in enumerate(zip(rows, per_row(kl, lengths), strict=True)):
-        after, out = 0.0, [None] * len(row)
+    sizes = [sum(row) for row in rows]
+    expected, expected_returns = [], []
+    for i, (row, kls, vs) in enumerate(zip(rows, per_row(kl, lengths), per_row(values, lengths), strict=True)):
+        after = next_value = 0.0
+        out, back = [None] * len(row), [0.0] * len(row)
         last = max((t for t, m in enumerate(row) if m), default=None)
         for t in reversed(range(len(row))):
             if row[t] and scored[i]:
-                worth = max(-0.6, min(0.6, scalar_of(name, rewards, groups, scored, i)))
-                after = (worth if t == last else 0.0) - 0.2 * kls[t] + gamma * after
-                out[t] = after
-        expected += out
+                worth = max(-0.6, min(0.6, scalar_of(name, rewards, groups, scored, sizes, i)))
+                reward = (worth if t == last else 0.0) - 0.2 * kls[t]
+                if name == "gae":
+                    after = reward + gamma * next_value - vs[t] + gamma * 0.8 * after
+                    next_value = vs[t]
+                else:
+                    after = reward + gamma * after
+                out[t], back[t] = after, after + next_value
+        expected, expected_returns = expected + out, expected_returns + back
     known = [x for x in expected if x is not None]
-    assert returns.tolist() == pytest.approx([0.0 if x is None else x for x in expected])
+    assert returns.tolist() == pytest.approx(expected_returns)
     shift, scale = 0.0, 1.0
-    if name in ("reinforce", "reinforce_baseline"):
+    if name in ("gae", "reinforce", "reinforce_baseline"):
         shift = sum(known) / len(known)
         scale = math.sqrt(sum((x - shift) ** 2 for x in known) / len(known)) if whiten_std else 1.0
     assert advantages.tolist() == pytest.approx([0.0 if x is None else (x - shift) / scale for x in expected])
