@@ -1,4 +1,6 @@
-"""One forward over a packed batch: log-probs and entropies aligned to the tokens. Every shift by one stands here."""
+"""One forward over a packed batch: log-probs, entropies and values aligned to the tokens. Every shift by one stands
+here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.models.attention import packing_arguments
 from openrlhf.models.logprobs import ScoreRequest, logprobs_from_logits, scoring_head
 from openrlhf.models.scores import TokenScores
+from openrlhf.models.value_head import value_head
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,63 @@ def score_tokens(
         logprobs=_spread(logprobs, scored, batch.action_mask),
         entropy=None if entropies is None else _spread(entropies, scored, batch.action_mask),
     )
+
+
+def score_values(model: Any, batch: PackedBatch, plan: ForwardPlan = ForwardPlan()) -> torch.Tensor:
+    """Runs a model with a scalar head.
+
+    Args:
+        model: what ``load_causal_lm`` gave for a ``HeadSpec``, or a DeepSpeed engine around it.
+        batch: on the model's device.
+
+    Returns: [T], the head's output at every token, computed in the weights' dtype and given as float32 or wider.
+    """
+    return _head_outputs(model, batch, plan, hidden=False).squeeze(-1)
+
+
+def score_hidden(model: Any, batch: PackedBatch, plan: ForwardPlan = ForwardPlan()) -> torch.Tensor:
+    """Returns: [T, H], what the scalar head reads; otherwise as ``score_values``."""
+    return _head_outputs(model, batch, plan, hidden=True)
+
+
+def _head_outputs(model: Any, batch: PackedBatch, plan: ForwardPlan, *, hidden: bool) -> torch.Tensor:
+    module = unwrap(model)
+    head = value_head(module)
+    if head is None:
+        raise TypeError(f"{type(module).__name__} was loaded without a scalar head")
+    inputs, flat = _packed_inputs(module, batch) if plan.packed else _padded_inputs(batch)
+    with head.answering(hidden=hidden):
+        out = model(**_accepted(module.base_model, {**inputs, **batch.model_inputs, "use_cache": False}))
+    return out.flatten(0, 1)[flat].to(torch.promote_types(out.dtype, torch.float32))
+
+
+def state_values(raw: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Values of the states in which tokens were chosen: that before token t is judged by the output at t - 1.
+
+    Args:
+        raw: [T], the head's outputs.
+        cu_seqlens: int [N + 1].
+
+    Returns: [T], 0 at the first token of each row, before which nothing stands.
+    """
+    first = torch.zeros(raw.shape, dtype=torch.bool, device=raw.device)
+    starts = cu_seqlens[:-1].long()
+    first[starts[starts < raw.numel()]] = True
+    return torch.where(first, 0.0, raw.roll(1))
+
+
+def last_token_scores(raw: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Scores of whole rows: the output at the last token of each, trailing pad rows included.
+
+    Args:
+        raw: [T], the head's outputs.
+        cu_seqlens: int [N + 1]; every row has a token at least.
+
+    Returns: [N].
+    """
+    if bool((cu_seqlens.diff() <= 0).any()):
+        raise ValueError("a row without any token has no score")
+    return raw[cu_seqlens[1:].long() - 1]
 
 
 def _run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -26,6 +27,7 @@ from openrlhf.config.checks_system import looks_local
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.precision import PRECISIONS
 from openrlhf.models.attention import choose_attention
+from openrlhf.models.value_head import EXPORTED_WEIGHT, HeadSpec, attach_head, prepare_head
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,23 @@ def _parameters_born_sharded(zero3: dict[str, Any] | None) -> Iterator[None]:
         del keep_alive
 
 
-def _restore_buffers(model: PreTrainedModel, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> None:
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """While it lasts, transformers prints no table of weights that a file lacks or has too many: with a scalar head it
+    would warn of a head at random, which is ours, and of logits that nobody wants. What is missing is an error anyway.
+    """
+    speaker = logging.getLogger("transformers.modeling_utils")
+    before = speaker.level
+    speaker.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        speaker.setLevel(before)
+
+
+def _restore_buffers(
+    model: PreTrainedModel, auto_class: Any, config: Any, dtype: torch.dtype, trust_remote_code: bool
+) -> None:
     """Puts back what sharding at birth rounded.
 
     DeepSpeed gives every tensor that is made under it the parameters' dtype. Rotary frequencies in bf16 are off by up
@@ -114,7 +132,7 @@ def _restore_buffers(model: PreTrainedModel, config: Any, dtype: torch.dtype, tr
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        skeleton = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     saved = set(skeleton.state_dict())
     for name, true in skeleton.named_buffers():
         owner, _, leaf = name.rpartition(".")
@@ -145,6 +163,7 @@ def load_causal_lm(
     gradient_checkpointing_reentrant: bool = False,
     experts_implementation: str | None = None,
     zero3: dict[str, Any] | None = None,
+    head: HeadSpec | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model, dropout off.
 
@@ -154,27 +173,38 @@ def load_causal_lm(
         experts_implementation: ``--ds.experts_implementation``; None leaves it to transformers.
         zero3: the DeepSpeed config where parameters are to be sharded at birth; they then stand on the device that
             DeepSpeed chose.
+        head: a scalar head in place of the one that gives logits (a critic, a reward model).
 
     Raises:
-        ConfigError: there is no such model, it cannot be read, or the attention kernel cannot run here.
+        ConfigError: there is no such model, it cannot be read, the attention kernel cannot run here, or the model has
+            no scalar head where one was asked for.
     """
     device = torch.device(device)
     config = load_config(path, trust_remote_code=trust_remote_code)
-    model_class = _model_class(config, path, trust_remote_code)
+    auto_class = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
+    model_class = _model_class(auto_class, config, path, trust_remote_code)
     implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
-    with _reading("model", path), _parameters_born_sharded(zero3):
-        model, report = AutoModelForCausalLM.from_pretrained(
+    with _reading("model", path), _parameters_born_sharded(zero3), nullcontext() if head is None else _no_load_report():
+        head_weight = None if head is None else prepare_head(path, config, head)
+        model, report = auto_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             attn_implementation=implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            # A scalar head replaces whatever other head the files hold.
+            ignore_mismatched_sizes=head is not None,
             **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
         )
-    _check_whole(path, report["missing_keys"])
+    if head is None:
+        _check_whole(path, report["missing_keys"])
+    else:
+        misfits = {name for name, *_ in report["mismatched_keys"]}
+        attach_head(model, head_weight, path, head.pad_token_id)
+        _check_whole(path, (set(report["missing_keys"]) | misfits) - {EXPORTED_WEIGHT})
     if zero3 is not None:
-        _restore_buffers(model, config, dtype, trust_remote_code)
+        _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     _without_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
@@ -194,16 +224,15 @@ def _check_whole(path: str | Path, missing: Collection[str]) -> None:
         )
 
 
-def _model_class(config: Any, path: str | Path, trust_remote_code: bool) -> type[PreTrainedModel]:
+def _model_class(auto_class: Any, config: Any, path: str | Path, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The class that will be made, to be asked which attention it can run."""
     own_code = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and "AutoModelForCausalLM" in own_code:
-        return get_class_from_dynamic_module(own_code["AutoModelForCausalLM"], str(path))
-    mapping = AutoModelForCausalLM._model_mapping
+    if trust_remote_code and auto_class.__name__ in own_code:
+        return get_class_from_dynamic_module(own_code[auto_class.__name__], str(path))
+    mapping = auto_class._model_mapping
     if type(config) not in mapping:
-        raise ConfigError(
-            f"{path} holds a {config.model_type}, which transformers cannot run as a causal language model"
-        )
+        kind = "causal language model" if auto_class is AutoModelForCausalLM else "model with a scalar head"
+        raise ConfigError(f"{path} holds a {config.model_type}, which transformers cannot run as a {kind}")
     return mapping[type(config)]
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.kernels import SEGMENT
 from openrlhf.data.packed_batch import PackedBatch, pack_rows
-from openrlhf.models.forward import ForwardPlan, score_tokens, unwrap
+from openrlhf.models.forward import ForwardPlan, score_hidden, score_tokens, score_values, unwrap
 from openrlhf.models.logprobs import ScoreRequest, scoring_head
+from openrlhf.models.value_head import value_head
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +44,18 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
     was_training = module.training
     module.eval()
     with torch.no_grad():
-        in_head = _all_say(_head_answers_arrive(model, device), device)
-        if not in_head:
+        scalar = value_head(module) is not None
+        if scalar:
+            _check_scores(model, device)
+        in_head = not scalar and _all_say(_head_answers_arrive(model, device), device)
+        if not scalar and not in_head:
             _say("%s changes its logits after the output head; log-probs are taken from whole logits", _name(module))
         _check_causal(model, ForwardPlan(packed=False, in_head=in_head), device)
         packed = packing_samples and _all_say(
             _rows_stay_apart(model, ForwardPlan(packed=True, in_head=in_head), device), device
         )
         if packing_samples and not packed:
-            _say("%s gives other log-probs when rows are packed; every row is padded instead", _name(module))
+            _say("%s answers otherwise when rows are packed; every row is padded instead", _name(module))
     module.train(was_training)
     return ForwardPlan(packed=packed, in_head=in_head)
 
@@ -131,8 +135,7 @@ def _check_causal(model: Any, plan: ForwardPlan, device: torch.device) -> None:
     changed_first[0] = (row[0] + vocab // 2) % vocab
     with _own_attention(module):
         base, last, first = (
-            score_tokens(model, _batch([tokens], device), plan=plan).logprobs
-            for tokens in (row, changed_last, changed_first)
+            _answers(model, _batch([tokens], device), plan) for tokens in (row, changed_last, changed_first)
         )
     backwards = (last - base)[:-1].abs().mean()
     # Without its direct successor, which a model that attends to nothing predicts from it too.
@@ -146,14 +149,41 @@ def _check_causal(model: Any, plan: ForwardPlan, device: torch.device) -> None:
         )
 
 
+def _answers(model: Any, batch: PackedBatch, plan: ForwardPlan) -> torch.Tensor:
+    """What a model says about every token: log-probs [T], or with a scalar head hidden states [T, H] of size 1, because
+    a head's outputs may be of any size.
+    """
+    if value_head(unwrap(model)) is None:
+        return score_tokens(model, batch, plan=plan).logprobs
+    hidden = score_hidden(model, batch, plan)
+    return hidden / hidden.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+
+
+def _check_scores(model: Any, device: torch.device) -> None:
+    """Raises ConfigError where the score of a row is not what the model's own class makes of it (it does something
+    between the body and the head, or behind it): others who load an export would see other scores.
+    """
+    module = unwrap(model)
+    row = _rows(module, seed=0)[0]
+    row = row[row != module.config.get_text_config().pad_token_id]
+    ours = score_values(model, _batch([row], device), ForwardPlan(packed=False))[-1]
+    theirs = model(input_ids=row[None].to(device), use_cache=False).logits[0, 0].to(ours.dtype)
+    same = bool((ours - theirs).abs() <= TOLERANCE[module.dtype] * theirs.abs().clamp(min=1e-3))
+    if not _all_say(same, device):
+        raise ConfigError(
+            f"{_name(module)} gives a row the score {theirs.item():g} and its head alone {ours.item():g}: it changes "
+            "scores around its head, which cannot be trained here; take another model"
+        )
+
+
 def _rows_stay_apart(model: Any, plan: ForwardPlan, device: torch.device) -> bool:
     """Whether the second of two packed rows neither sees the first one nor differs from itself alone."""
     module = unwrap(model)
     first, second = _rows(module, seed=0)
     other, _ = _rows(module, seed=1)
-    together = score_tokens(model, _batch([first, second], device), plan=plan).logprobs[FIRST_ROW:]
-    beside_other = score_tokens(model, _batch([other, second], device), plan=plan).logprobs[FIRST_ROW:]
-    alone = score_tokens(model, _batch([second], device), plan=plan).logprobs
+    together = _answers(model, _batch([first, second], device), plan)[FIRST_ROW:]
+    beside_other = _answers(model, _batch([other, second], device), plan)[FIRST_ROW:]
+    alone = _answers(model, _batch([second], device), plan)
     tolerance = TOLERANCE[module.dtype]
     # Same shapes and same kernels: without a leak only the routing of experts can move anything at all.
     leak = (together - beside_other).abs().max()
