@@ -21,16 +21,9 @@ from openrlhf.algorithms.kl import kl_loss, kl_per_token
 from openrlhf.algorithms.policy_loss import MetricSums, ppo
 from openrlhf.algorithms.shaping import clip_rewards
 from openrlhf.algorithms.token_returns import reward_to_go, terminal_rewards, whiten
+from tests.unit.ragged_rows import bools, f64
 
 NAN = float("nan")
-
-
-def f64(values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def bools(values):
-    return torch.tensor(values, dtype=torch.bool)
 
 
 def one_token_each(rewards, groups, scored=None, **options):
