@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -38,6 +39,9 @@ DTYPES: dict[str, torch.dtype] = {flag: getattr(torch, precision.name) for flag,
 # reached, a kind of model that it does not know, code that needs a package.
 _READ_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 
+# What is said of a weight whose shape does not fit while parameters are born sharded: its name, and both shapes.
+_MISFIT = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
+
 
 @contextmanager
 def _reading(what: str, path: str | Path) -> Iterator[None]:
@@ -49,6 +53,11 @@ def _reading(what: str, path: str | Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
+    except RuntimeError as error:
+        misfit = _MISFIT.search(str(error))
+        if misfit is None:
+            raise
+        raise _misfit_error(path, *misfit.groups()) from error
     except _READ_ERRORS as error:
         if looks_local(str(path)) and not Path(path).expanduser().exists():
             reason = "there is no such folder"
@@ -194,10 +203,12 @@ def load_causal_lm(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
             # A scalar head replaces whatever other head the files hold.
-            ignore_mismatched_sizes=head is not None,
+            # Every other weight that does not fit is refused below, by name.
+            ignore_mismatched_sizes=True,
             **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
         )
     if head is None:
+        _check_shapes(path, report["mismatched_keys"])
         _check_whole(path, report["missing_keys"])
     else:
         misfits = {name for name, *_ in report["mismatched_keys"]}
@@ -212,6 +223,19 @@ def load_causal_lm(
             # The reentrant kind gives no gradient at all where none of its inputs has one.
             model.enable_input_require_grads()
     return model if zero3 is not None else model.to(device)
+
+
+def _misfit_error(path: str | Path, name: str, found: Any, wanted: Any) -> ConfigError:
+    return ConfigError(
+        f"the files of {path} do not fit its config.json: {name} is {found} in the files and {wanted} by the config"
+    )
+
+
+def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, torch.Size]]) -> None:
+    """Raises ConfigError for weights of another shape than the config's: transformers would draw them at random."""
+    if misfits:
+        name, found, wanted = min(misfits)
+        raise _misfit_error(path, name, list(found), list(wanted))
 
 
 def _check_whole(path: str | Path, missing: Collection[str]) -> None:
