@@ -47,10 +47,11 @@ def value_loss(
         old = mask_out(old_values.detach().to(values.dtype), mask)
         # The comparison below does not see a NaN among the old values, so it is brought into the error.
         values = values + torch.where(old.isnan(), old, torch.zeros_like(old))
-        bound = (old + (values.detach() - old).clamp(-clip, clip) - targets).square()
-        clipped = bound > (values.detach() - targets).square()
+        drift = values.detach() - old
+        bound = (old + drift.clamp(-clip, clip) - targets).square()
+        # Inside the clip the two squares are equal but for rounding, which must not take a gradient away.
+        clipped = (drift.abs() > clip) & (bound > (values.detach() - targets).square())
     error = values - targets
-    # Where the clipped square is the larger one the value lies outside the clip, so there it has no gradient.
     loss = torch.where(clipped, bound, torch.where(clipped, torch.zeros_like(error), error).square()) / 2
     wide_targets, wide_error = targets.double(), error.detach().double()
     stats = {
