@@ -40,6 +40,12 @@ class Backend(Protocol):
     def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Runs the model on one micro-batch; keeps a gradient only in training mode with gradients enabled."""
 
+    def values(self, batch: PackedBatch) -> torch.Tensor:
+        """Returns: float32 [T], the value of the state before each token, of a model with a scalar head (a critic)."""
+
+    def row_scores(self, batch: PackedBatch) -> torch.Tensor:
+        """Returns: float32 [N], the score of each row, of a model with a scalar head (a reward model)."""
+
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this rank's share: the sum over ranks and micro-batches of what is given here is the loss."""
 
@@ -58,8 +64,13 @@ class Backend(Protocol):
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields: HF names with whole tensors. Every rank must consume it fully and in order."""
 
-    def save_hf(self, folder: Path) -> None:
-        """Writes a folder that transformers loads; the tokenizer is not its business."""
+    def save_hf(self, folder: Path, *, ema: bool = False) -> None:
+        """Writes a folder that transformers loads, of the weights or of their moving average; the tokenizer is not its
+        business.
+        """
+
+    def ema_update(self, beta: float) -> None:
+        """average <- beta * average + (1 - beta) * weights, after a step that moved them."""
 
     def save_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
         """Writes weights, optimizer, scheduler, RNG and ``state`` so that training can go on from here."""

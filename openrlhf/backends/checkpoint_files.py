@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.checkpoints import COMPLETE, OLD, PARTIAL, sweep
 from openrlhf.backends.distributed import raise_if_any
+from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.config.errors import ConfigError
 
 TAG = "state"
@@ -100,10 +101,18 @@ def _rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rng_rank{rank}.pt"
 
 
-def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> None:
+def _average_file(folder: Path, rank: int) -> Path:
+    return folder / f"ema_rank{rank}.pt"
+
+
+def save_training_state(engine: Any, folder: Path, state: dict[str, Any], average: MovingAverage | None = None) -> None:
     """Writes beside ``folder`` first and renames when every rank has written all of its files; collective.
 
     What killed saves left behind beside it goes first.
+
+    Args:
+        state: what else the caller needs; anything that pickles.
+        average: of the weights, where one is kept.
 
     Raises:
         RankError: naming the folder, the rank and the reason; whatever stood at ``folder`` is unharmed.
@@ -121,6 +130,8 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any]) -> Non
     with _recorded(engine, partial) as saver:
         engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
         saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
+        if average is not None:
+            saver.save(average.state(), str(_average_file(partial, dist.get_rank())))
     _finish(engine, partial, folder, saver.error)
 
 
@@ -173,7 +184,18 @@ def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None)
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def load_training_state(engine: Any, folder: Path) -> dict[str, Any]:
+def _restore_average(average: MovingAverage, folder: Path, ranks: int) -> None:
+    """Raises: ConfigError where the run that wrote the checkpoint kept none."""
+    files = [_average_file(folder, rank) for rank in range(ranks)]
+    if not all(file.is_file() for file in files):
+        raise ConfigError(
+            f"the checkpoint {folder} holds no moving average of the weights: resume without --train.enable_ema, or "
+            "start anew from an exported model"
+        )
+    average.restore([torch.load(file, weights_only=True, mmap=True) for file in files], f"the checkpoint {folder}")
+
+
+def load_training_state(engine: Any, folder: Path, average: MovingAverage | None = None) -> dict[str, Any]:
     """Puts weights, optimizer, scheduler and this rank's random state back; collective.
 
     DeepSpeed unpickles its part of the folder: only one's own checkpoints may be loaded.
@@ -181,14 +203,18 @@ def load_training_state(engine: Any, folder: Path) -> dict[str, Any]:
     Returns: the ``state`` that was saved.
 
     Raises:
-        ConfigError: another number of ranks, another stage or another dtype has written it.
+        ConfigError: another number of ranks, another stage or another dtype has written it, or it holds no moving
+            average where one is to go on.
         RankError: the folder is missing or incomplete.
     """
     problem: Exception | None = None
     try:
         if not (folder / COMPLETE).exists():
             raise FileNotFoundError(f"{folder} is not a complete checkpoint")
-        _refuse_other_layout(folder, json.loads((folder / COMPLETE).read_text()), _layout(engine))
+        layout = json.loads((folder / COMPLETE).read_text())
+        _refuse_other_layout(folder, layout, _layout(engine))
+        if average is not None:
+            _restore_average(average, folder, layout["ranks"])
     except (ConfigError, OSError, ValueError) as error:
         problem = error
     raise_if_any(f"loading the checkpoint {folder}", problem)

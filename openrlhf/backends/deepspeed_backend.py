@@ -16,14 +16,17 @@ from openrlhf.backends.checkpoint_files import load_training_state, save_trainin
 from openrlhf.backends.distributed import shutdown_distributed
 from openrlhf.backends.ds_config import KEEP_WHOLE, effective_stage, inference_config, training_config
 from openrlhf.backends.movement import MovementWatch
+from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.optimizer import build_adamw, build_scheduler
+from openrlhf.backends.residence import leave_accelerator, return_to
 from openrlhf.backends.weights import full_parameters, write_hf_folder
-from openrlhf.config import DeepSpeedConfig, OptimizerConfig
+from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
-from openrlhf.models.forward import score_tokens, unwrap
+from openrlhf.models.forward import last_token_scores, score_tokens, score_values, state_values, unwrap
 from openrlhf.models.loading import DTYPES, load_causal_lm
 from openrlhf.models.probe import plan_forward
 from openrlhf.models.scores import TokenScores
+from openrlhf.models.value_head import HeadSpec, set_statistics
 
 
 class GradientError(ArithmeticError):
@@ -50,6 +53,7 @@ class DeepSpeedBackend:
         stage: int,
         trainable: bool,
         fp16: bool = False,
+        ema: bool = False,
     ) -> None:
         """Takes over what the two constructors below prepared.
 
@@ -57,6 +61,7 @@ class DeepSpeedBackend:
             model: a DeepSpeed engine, or a plain model (inference on stages 0 to 2).
             stage: of ZeRO, as it really runs.
             fp16: steps may be skipped because the loss scale was too high.
+            ema: a moving average of the weights is kept, from here on.
         """
         self.model = model
         self.module: Any = unwrap(model)
@@ -67,9 +72,12 @@ class DeepSpeedBackend:
         self._trainable = trainable
         self._fp16 = fp16
         self._engine = None if model is self.module else model
+        # DeepSpeed has laid nothing out in buffers of its own.
+        self._plain = self._engine is None or stage == 0
         # fp32 without ZeRO: the one case in which DeepSpeed neither clips nor tells the norm.
         self._plain_norm: float | None = None
         self.plan = plan_forward(model, packing_samples=packing_samples, device=device)
+        self._average = MovingAverage(self.module) if ema else None
         self._movement = MovementWatch(self.module, device) if trainable else None
         self._last_step: StepResult | None = None
 
@@ -87,6 +95,8 @@ class DeepSpeedBackend:
         seed: int = 42,
         trust_remote_code: bool = False,
         keep_whole: int = KEEP_WHOLE,
+        head: HeadSpec | None = None,
+        ema: bool = False,
     ) -> DeepSpeedBackend:
         """Loads a model and an optimizer.
 
@@ -95,6 +105,8 @@ class DeepSpeedBackend:
             device: "cpu" or "cuda".
             seed: of everything random in training on this rank.
             keep_whole: on stage 3, parameters with fewer elements than this are not sharded.
+            head: a scalar head in place of the one that gives logits: a critic or a reward model.
+            ema: a moving average of the weights is kept, which starts at the loaded ones.
         """
         import deepspeed
 
@@ -112,6 +124,7 @@ class DeepSpeedBackend:
             gradient_checkpointing=gradient_checkpointing,
             gradient_checkpointing_reentrant=gradient_checkpointing_reentrant,
             zero3=config if stage == 3 else None,
+            head=head,
         )
         adamw = build_adamw(model, optimizer.adam, where)
         scheduler = build_scheduler(
@@ -129,6 +142,7 @@ class DeepSpeedBackend:
             stage=stage,
             trainable=True,
             fp16=ds.param_dtype == "fp16",
+            ema=ema,
         )
         if stage == 0:
             adamw.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
@@ -143,6 +157,7 @@ class DeepSpeedBackend:
         device: str,
         trust_remote_code: bool = False,
         keep_whole: int = KEEP_WHOLE,
+        head: HeadSpec | None = None,
     ) -> DeepSpeedBackend:
         """Loads a model that only answers; sharded over the ranks on stage 3, whole on each otherwise.
 
@@ -159,6 +174,7 @@ class DeepSpeedBackend:
             device=where,
             trust_remote_code=trust_remote_code,
             zero3=config,
+            head=head,
         )
         model.requires_grad_(False)
         if sharded:
@@ -176,10 +192,47 @@ class DeepSpeedBackend:
             temperature: the one that the tokens were sampled with.
             entropy: also the entropy of each trained token's distribution.
         """
-        train = torch.is_grad_enabled() and self._engine is not None and self._engine.optimizer is not None
+        self._set_mode()
+        return score_tokens(self.model, batch.to(self.device), temperature=temperature, entropy=entropy, plan=self.plan)
+
+    def _set_mode(self) -> None:
+        train = torch.is_grad_enabled() and self._trainable
         if self.module.training != train:
             self.model.train(train)
-        return score_tokens(self.model, batch.to(self.device), temperature=temperature, entropy=entropy, plan=self.plan)
+
+    def values(self, batch: PackedBatch) -> torch.Tensor:
+        """Values of states, of a model with a scalar head; keeps a gradient where gradients are enabled.
+
+        Args:
+            batch: on any device.
+
+        Returns: float32 [T]: at t the value of the state before token t; 0 at the first token of each row.
+        """
+        self._set_mode()
+        batch = batch.to(self.device)
+        return state_values(score_values(self.model, batch, self.plan), batch.cu_seqlens)
+
+    def row_scores(self, batch: PackedBatch) -> torch.Tensor:
+        """Scores of rows, of a model with a scalar head; keeps a gradient where gradients are enabled.
+
+        Returns: float32 [N], the head's own output at the last token of each row: not normalised by the statistics in
+            ``config``. Pad rows have one as well.
+        """
+        self._set_mode()
+        batch = batch.to(self.device)
+        return last_token_scores(score_values(self.model, batch, self.plan), batch.cu_seqlens)
+
+    @property
+    def config(self) -> Any:
+        """The transformers config; with a scalar head, ``mean`` and ``std`` are the statistics of its scores."""
+        return self.module.config
+
+    def set_reward_statistics(self, mean: float, std: float) -> None:
+        """What ``save_hf`` is to write as the statistics of a reward model's scores.
+
+        Raises: ConfigError where they are no numbers, or ``std`` is not above 0.
+        """
+        set_statistics(self.module.config, mean, std, source="the reward model's evaluation")
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds this rank's share: the sum over ranks and micro-batches of what is given here is the loss.
@@ -244,16 +297,36 @@ class DeepSpeedBackend:
         """
         return full_parameters(self.module, sharded=self.stage == 3)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, ema: bool = False) -> None:
         """Writes a folder that transformers loads; the tokenizer is not its business.
 
+        Args:
+            ema: the moving average of the weights instead of the weights.
+
         Raises:
+            ConfigError: there is no moving average.
             RankError: it could not be written; what stood in the folder before still stands.
         """
-        write_hf_folder(self.module, Path(folder), sharded=self.stage == 3)
+        average = self._kept_average() if ema else None
+        write_hf_folder(self.module, Path(folder), sharded=self.stage == 3, average=average)
+
+    def ema_update(self, beta: float) -> None:
+        """Takes the present weights into their moving average: beta * average + (1 - beta) * weights.
+
+        To be called after a ``step`` that was not skipped.
+
+        Raises: ConfigError where none is kept.
+        """
+        self._kept_average().update(beta)
+
+    def _kept_average(self) -> MovingAverage:
+        if self._average is None:
+            raise ConfigError("no moving average of the weights is kept: it starts with the run, --train.enable_ema")
+        return self._average
 
     def save_checkpoint(self, folder: Path, state: dict[str, Any]) -> None:
-        """Writes all that training needs to go on bit for bit: weights, optimizer, schedule, RNG of all ranks.
+        """Writes all that training needs to go on bit for bit: weights, their moving average, optimizer, schedule, RNG
+        of all ranks.
 
         Args:
             state: what else the caller needs; anything that pickles.
@@ -261,16 +334,17 @@ class DeepSpeedBackend:
         Raises:
             RankError: it could not be written, on all ranks; ``folder`` is then as it was.
         """
-        save_training_state(self._engine, Path(folder), state)
+        save_training_state(self._engine, Path(folder), state, self._average)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Returns: the ``state`` that was given to ``save_checkpoint``.
 
         Raises:
-            ConfigError: another number of ranks, another ZeRO stage or another dtype has written it.
+            ConfigError: another number of ranks, another ZeRO stage or another dtype has written it, or it holds no
+                moving average where one is kept.
             RankError: the folder is missing or incomplete.
         """
-        state = load_training_state(self._engine, Path(folder))
+        state = load_training_state(self._engine, Path(folder), self._average)
         self._movement, self._last_step = MovementWatch(self.module, self.device), None
         return state
 
@@ -279,31 +353,13 @@ class DeepSpeedBackend:
 
         A sharded model without an optimizer stays: each rank holds only its part of it.
         """
-        if self.device.type == "cpu":
-            return
-        if self._engine is None or self.stage == 0:
-            self._move_plain("cpu")
-        elif self._trainable:
-            self._engine.offload_states()
-        torch.cuda.empty_cache()
+        if self.device.type != "cpu" and (self._plain or self._trainable):
+            leave_accelerator(self.module, self._engine, plain=self._plain)
 
     def reload(self) -> None:
         """Undoes ``offload``."""
-        if self.device.type == "cpu":
-            return
-        if self._engine is None or self.stage == 0:
-            self._move_plain(self.device)
-        elif self._trainable:
-            self._engine.reload_states()
-
-    def _move_plain(self, device: torch.device | str) -> None:
-        """Moves what DeepSpeed has not laid out in buffers of its own."""
-        self.module.to(device)
-        for state in [] if self._engine is None else self._engine.optimizer.state.values():
-            for key, value in state.items():
-                # A step counter stands where torch put it.
-                if isinstance(value, torch.Tensor) and value.dim():
-                    state[key] = value.to(device)
+        if self.device.type != "cpu" and (self._plain or self._trainable):
+            return_to(self.device, self.module, self._engine, plain=self._plain)
 
     def close(self) -> None:
         """Meets the other ranks and leaves the process group, so that no exit aborts."""

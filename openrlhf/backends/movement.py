@@ -6,25 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from openrlhf.backends.base import StepResult
+from openrlhf.backends.fragments import own_fragment
 
 # A float32 near 1 stands still under a smaller step: norms of a model would be blamed for a learning rate that is only
 # warming up.
 SURE_LR = 2.0**-23
 NAMED = 5
-
-
-def _local_master(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The part of the full-precision copy that this rank moves; None where it has none."""
-    if hasattr(parameter, "ds_id"):
-        from deepspeed.utils import safe_get_local_fp32_param
-
-        return safe_get_local_fp32_param(parameter)
-    if hasattr(parameter, "_hp_mapping"):
-        return None if parameter._hp_mapping is None else parameter._hp_mapping.hp_fragment
-    return parameter
 
 
 def fingerprints(module: Any, device: torch.device) -> dict[str, tuple[float, float]]:
@@ -35,9 +24,9 @@ def fingerprints(module: Any, device: torch.device) -> dict[str, tuple[float, fl
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     sums = torch.zeros(len(trainable), 2, dtype=torch.float64, device=device)
     for index, (_, parameter) in enumerate(trainable):
-        master = _local_master(parameter)
-        if master is not None:
-            values = master.detach().to(device).flatten()
+        fragment = own_fragment(parameter)
+        if fragment is not None:
+            values = fragment.values.to(device)
             sums[index, 0] = values.sum(dtype=torch.float64)
             sums[index, 1] = values[::2].sum(dtype=torch.float64)
     dist.all_reduce(sums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.backends.checkpoints import MODEL_CONFIG, PARTIAL_EXPORT
 from openrlhf.backends.distributed import raise_if_any
+from openrlhf.backends.moving_average import MovingAverage
 
 # Bytes of parameters that stand whole at one time while a sharded model is read.
 GATHER_BYTES = 512 * 1024**2
@@ -61,31 +63,40 @@ def full_parameters(
             yield from revert_weight_conversion(module, tensors).items()
 
 
-def _state_on_rank_0(module: Any, sharded: bool) -> dict[str, torch.Tensor] | None:
+def _state_on_rank_0(module: Any, sharded: bool, average: MovingAverage | None) -> dict[str, torch.Tensor] | None:
     """What rank 0 has to write: its own tensors, or copies in host memory where no rank has them whole."""
-    if not sharded:
+    if not sharded and average is None:
         return module.state_dict() if dist.get_rank() == 0 else None
     state: dict[str, torch.Tensor] = {}
     for bucket in _buckets(list(module.named_parameters()), GATHER_BYTES):
         with _gathered([parameter for _, parameter in bucket], sharded):
             if dist.get_rank() == 0:
                 state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
+    if average is not None:
+        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        device = next(module.parameters()).device
+        for name, tensor in average.whole(device):
+            if dist.get_rank() == 0:
+                state[name] = tensor.to("cpu", dtypes[name])
     if dist.get_rank() != 0:
         return None
     persistent = set(module.state_dict().keys())
     return state | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
-def write_hf_folder(module: Any, folder: Path, *, sharded: bool) -> None:
+def write_hf_folder(module: Any, folder: Path, *, sharded: bool, average: MovingAverage | None = None) -> None:
     """Rank 0 writes config, generation config and safetensors files; collective.
 
     They are written inside ``folder`` first and moved when all are there: the folder may be a mount point, and beside
     it nothing may be writable.
 
+    Args:
+        average: takes the place of the trainable weights.
+
     Raises:
         RankError: it could not be written, on all ranks; the files that were there before still stand.
     """
-    state = _state_on_rank_0(module, sharded)
+    state = _state_on_rank_0(module, sharded, average)
     problem: Exception | None = None
     if state is not None:
         existed = os.path.exists(folder)
@@ -109,7 +120,11 @@ def _replace_files(source: Path, target: Path) -> None:
     The config is the last to come: a folder that has one is a model.
     """
     paths = sorted(source.iterdir(), key=lambda path: path.name == MODEL_CONFIG)
+    # safetensors leaves its files to their owner alone; the config was opened as any file, so it shows the umask.
+    mode = stat.S_IMODE((source / MODEL_CONFIG).stat().st_mode)
     for path in paths:
+        if path.is_file():
+            path.chmod(mode)
         os.replace(path, target / path.name)
     names = {path.name for path in paths}
     for path in target.glob("model*.safetensors*"):

@@ -26,6 +26,8 @@ STEPS = 3
 # Large: the gradient of a key's bias is zero up to rounding, and Adam would blow that rounding up to a whole step.
 EPS = 1e-4
 LR = 1e-3
+# Of the moving average.
+BETA = 0.7
 # Otherwise nothing of a tiny model is large enough to be sharded on stage 3.
 KEEP_WHOLE = 0
 OPTIMIZER = OptimizerConfig(
@@ -146,9 +148,18 @@ def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def plain_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
-    """The same training without any of our code: single rows, whole logits, torch's AdamW."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def row_loss(model: Any, row: torch.Tensor, mask: torch.Tensor, index: int) -> torch.Tensor:
+    """Minus the log-probs of a row's trained tokens, with plain transformers."""
+    logprobs = model(row[None]).logits[0].log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0]
+    return -logprobs[mask[1:]].sum()
+
+
+def plain_training(
+    folder: Path, steps: int = STEPS, *, auto_class: Any = AutoModelForCausalLM, row_loss: Any = row_loss
+) -> dict[str, Any]:
+    """The same training without any of our code: single rows, whole logits, torch's AdamW, a moving average."""
+    model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=LR, betas=(0.9, 0.95), eps=EPS)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
     losses, norms, rates = [], [], []
@@ -156,12 +167,11 @@ def plain_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
         batches = micro_batches(step)
         tokens = sum(int(batch.action_mask.sum()) for batch in batches)
         total = torch.zeros(())
-        for batch in batches:
+        for index, batch in enumerate(batches):
             bounds = batch.cu_seqlens.tolist()
             for start, stop in zip(bounds, bounds[1:], strict=False):
                 row, mask = batch.tokens[start:stop], batch.action_mask[start:stop]
-                logprobs = model(row[None]).logits[0].log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0]
-                total = total - logprobs[mask[1:]].sum() / tokens
+                total = total + row_loss(model, row, mask, index) / tokens
         total.backward()
         rates.append(optimizer.param_groups[0]["lr"])
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -169,8 +179,11 @@ def plain_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        average = {
+            name: BETA * average[name] + (1 - BETA) * parameter.detach() for name, parameter in model.named_parameters()
+        }
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "rates": rates, "weights": weights}
+    return {"losses": losses, "norms": norms, "rates": rates, "weights": weights, "average": average}
 
 
 def mixed_precision_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
@@ -213,23 +226,35 @@ def in_one_batch(batches: list[PackedBatch]) -> list[PackedBatch]:
     return [pack_rows(rows, masks)]
 
 
-def train_with_backend(backend: Any, steps: range, *, one_batch: bool = False) -> dict[str, list[float]]:
+def logprob_loss(backend: Any, batch: PackedBatch, tokens: int, index: int) -> torch.Tensor:
+    """This micro-batch's share of the loss of a language model."""
+    return token_loss(backend.forward(batch).logprobs, batch, tokens)
+
+
+def train_with_backend(
+    backend: Any, steps: range, *, one_batch: bool = False, batch_loss: Any = logprob_loss, ema: bool = False
+) -> dict[str, list[float]]:
     """Runs the given steps through the backend; losses are those of all ranks together.
 
     Args:
         one_batch: all rows of a step in one micro-batch, so that further ranks have none.
+        batch_loss: called with the backend, a micro-batch, the step's tokens and the micro-batch's place in the step.
+        ema: the moving average goes along.
     """
     losses, norms, rates = [], [], []
     for step in steps:
         batches = micro_batches(step)
         tokens = sum(int(batch.action_mask.sum()) for batch in batches)
         total = 0.0
-        for batch in share_of_rank(in_one_batch(batches) if one_batch else batches, backend.rank, backend.world_size):
-            loss = token_loss(backend.forward(batch).logprobs, batch, tokens)
+        share = share_of_rank(in_one_batch(batches) if one_batch else batches, backend.rank, backend.world_size)
+        for turn, batch in enumerate(share):
+            loss = batch_loss(backend, batch, tokens, turn * backend.world_size + backend.rank)
             backend.backward(loss)
             total += loss.item()
         result = backend.step()
         assert not result.skipped
+        if ema:
+            backend.ema_update(BETA)
         losses.append(backend.all_reduce(total))
         norms.append(result.grad_norm)
         rates.append(result.lr)

@@ -1,0 +1,42 @@
+"""Moving a model out of the accelerator's memory and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def move_plain(module: Any, engine: Any, device: torch.device | str) -> None:
+    """Moves weights and optimizer where DeepSpeed has not laid them out in buffers of its own.
+
+    Args:
+        engine: DeepSpeed's, or None for a model without one.
+    """
+    module.to(device)
+    for state in [] if engine is None else engine.optimizer.state.values():
+        for key, value in state.items():
+            # A step counter stands where torch put it.
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[key] = value.to(device)
+
+
+def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> None:
+    """Moves all to host memory.
+
+    Args:
+        plain: the engine keeps no buffers of its own.
+    """
+    if plain:
+        move_plain(module, engine, "cpu")
+    else:
+        engine.offload_states()
+    torch.cuda.empty_cache()
+
+
+def return_to(device: torch.device, module: Any, engine: Any, *, plain: bool) -> None:
+    """Undoes ``leave_accelerator``."""
+    if plain:
+        move_plain(module, engine, device)
+    else:
+        engine.reload_states()
