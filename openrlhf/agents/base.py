@@ -38,7 +38,12 @@ class AgentExecutorBase(ABC):
     """Produces one sample: drives the engine, and says what the sample is worth.
 
     One executor serves many samples at once, so ``execute`` keeps what belongs to a sample in local variables.
+
+    Attributes:
+        retries: further tries of a whole sample after a failed one; a sample that still fails is dropped and counted.
     """
+
+    retries: int = 0
 
     @abstractmethod
     async def execute(
@@ -67,8 +72,12 @@ class AgentExecutorBase(ABC):
             ``reward``: number, or None where there is none, with the reason in ``failure``;
             ``scores``: number from 0 to 1; missing or None means the reward;
             ``truncated``: bool;
+            ``step_rewards`` (optional): what each action range earned, one number a range; they sum to ``reward``;
+            ``stop_reason`` (optional): "stop", "length" or "environment"; missing, it follows from ``truncated``;
+            ``weight_versions`` (optional): the engine's ``weight_version`` when each range was sampled;
             ``extra_logs``: dict of numbers;
             ``prompt_tokens_cut`` (optional): tokens cut from the left of the prompt;
             ``segments`` (optional): list of dicts with ``observation_tokens``, ``action_ranges``,
-            ``rollout_log_probs``, in place of the three keys above: token records that share the reward.
+            ``rollout_log_probs`` and, optionally, ``stop_reason`` and ``weight_versions``, in place of these keys
+            above: token records that share the reward.
         """

@@ -6,19 +6,17 @@ import asyncio
 from pathlib import Path
 from typing import Any, Protocol
 
+from openrlhf.agents.batching import Batcher, Sample
 from openrlhf.agents.reward_process import Bystander, CallFailed, RewardProcess
 from openrlhf.agents.reward_values import Outcome, RewardFailure, RewardResult
 from openrlhf.config.errors import ConfigError
 
 __all__ = ["Outcome", "PythonRewardSource", "RewardFailure", "RewardResult", "RewardSource"]
 
-# Requests for a batched function are collected for this long, and at most this many.
-BATCH_WINDOW_S = 0.02
+# Samples that share a call of a batched function, at most.
 BATCH_SIZE = 256
 # A further process is started only for a call that has waited this long: quick functions need no more than one.
 PATIENCE_S = 0.25
-
-Sample = tuple[str, str, Any]
 
 
 class RewardSource(Protocol):
@@ -64,8 +62,8 @@ class PythonRewardSource:
         self._starting = 0
         self._waiting: list[asyncio.Future[None]] = []
         self._batched = False
-        self._batch: list[tuple[Sample, asyncio.Future[Outcome]]] = []
-        self._batch_tasks: set[asyncio.Task[None]] = set()
+        closed = CallFailed("the reward source was closed")
+        self._batcher = Batcher(self._call, max_samples=BATCH_SIZE, closed=closed)
         self._closed = False
 
     async def start(self) -> None:
@@ -81,7 +79,7 @@ class PythonRewardSource:
         while tries <= self._max_retries:
             alone = tries > 0 or not self._batched
             try:
-                outcome = await (self._score_alone(sample) if alone else self._score_in_batch(sample))
+                outcome = await (self._score_alone(sample) if alone else self._batcher.score(sample))
             except Bystander:
                 continue
             except (CallFailed, ConfigError) as error:
@@ -98,47 +96,10 @@ class PythonRewardSource:
         self._closed = True
         for process in self._processes:
             process.stop()
-        for task in list(self._batch_tasks):
-            task.cancel()
+        self._batcher.close()
 
     async def _score_alone(self, sample: Sample) -> Outcome:
         return (await self._call([sample]))[0]
-
-    async def _score_in_batch(self, sample: Sample) -> Outcome:
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._batch.append((sample, future))
-        if len(self._batch) == 1:
-            self._spawn(self._send_batch_soon())
-        elif len(self._batch) >= BATCH_SIZE:
-            self._spawn(self._send_batch())
-        return await future
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        self._batch_tasks.add(task)
-        task.add_done_callback(self._batch_tasks.discard)
-
-    async def _send_batch_soon(self) -> None:
-        await asyncio.sleep(BATCH_WINDOW_S)
-        await self._send_batch()
-
-    async def _send_batch(self) -> None:
-        batch, self._batch = self._batch[:BATCH_SIZE], self._batch[BATCH_SIZE:]
-        if not batch:
-            return
-        try:
-            outcomes: list[Outcome | Exception] = list(await self._call([sample for sample, _ in batch]))
-        except (CallFailed, Bystander, ConfigError) as error:
-            outcomes = [error] * len(batch)
-        except asyncio.CancelledError:
-            outcomes = [CallFailed("the reward source was closed")] * len(batch)
-        for (_, future), outcome in zip(batch, outcomes, strict=True):
-            if future.done():
-                continue
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
 
     async def _call(self, samples: list[Sample]) -> list[Outcome]:
         queries, prompts, labels = (list(column) for column in zip(*samples, strict=True))

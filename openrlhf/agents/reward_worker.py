@@ -7,7 +7,6 @@ executed for a model is never unpickled by the trainer.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
@@ -18,20 +17,16 @@ import struct
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from openrlhf.agents.reward_values import RewardFormError, RewardResult, read_rewards
+from openrlhf.agents.user_file import UserFileError, describe, import_file
 
 FUNCTION = "reward_func"
 HEADER = struct.Struct("!I")
-
-
-class RewardFileError(Exception):
-    """The file cannot be used; the message is one sentence."""
 
 
 def main() -> None:
@@ -43,7 +38,7 @@ def main() -> None:
     channel.set_inheritable(False)
     try:
         function = load_reward_func(path)
-    except RewardFileError as error:
+    except UserFileError as error:
         _send(channel, {"error": str(error)})
         return
     is_async = _is_async(function)
@@ -60,39 +55,19 @@ def main() -> None:
 def load_reward_func(path: Path) -> Callable[..., Any]:
     """Imports the file and takes its ``reward_func``; files beside it can be imported by it.
 
-    Raises: RewardFileError.
+    Raises: UserFileError.
     """
-    if not path.is_file():
-        raise RewardFileError(f"{path} is not a file")
     sys.path.insert(0, str(path.parent))
-    name = f"reward_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardFileError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardFileError(f"{path} cannot be imported: {describe(error, path)}") from error
+    module = import_file(path, f"reward_file_{path.stem}")
     function = getattr(module, FUNCTION, None)
     if not callable(function):
-        raise RewardFileError(f"{path} has no function {FUNCTION}(queries, prompts, labels)")
+        raise UserFileError(f"{path} has no function {FUNCTION}(queries, prompts, labels)")
     try:
         inspect.signature(function).bind([], [], [])
     except TypeError as error:
         reason = f"{FUNCTION} in {path} cannot be called with (queries, prompts, labels): {error}"
-        raise RewardFileError(reason) from error
+        raise UserFileError(reason) from error
     return function
-
-
-def describe(error: BaseException, path: Path) -> str:
-    """One line: the error, where it was raised, and the last line of the user's file on the way there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) == path]
-    places = own[-1:] + [frame for frame in frames[-1:] if own and frame is not own[-1]]
-    trail = ", then ".join(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in places)
-    return f"{type(error).__name__}: {error}" + (f" (at {trail})" if trail else "")
 
 
 def overdue(timeout: float) -> str:
@@ -123,7 +98,7 @@ def _serve(function: Callable[..., Any], channel: socket.socket, path: Path) -> 
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_wait_for(returned))
             reply = {"items": _answer(returned, len(request["columns"][0]))}
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             reply = {"error": _failure(error, path)}
         _send(channel, {"id": request["id"], **reply})
 
@@ -132,6 +107,7 @@ async def _serve_async(function: Callable[..., Any], channel: socket.socket, pat
     """Runs every request as a task; a request with ``cancel`` ends the task of that id."""
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     tasks: dict[int, asyncio.Task[None]] = {}
+    cancelled: set[int] = set()
 
     async def run(request: dict[str, Any]) -> None:
         deadline = asyncio.timeout(request["timeout"])
@@ -139,10 +115,15 @@ async def _serve_async(function: Callable[..., Any], channel: socket.socket, pat
             async with deadline:
                 returned = await function(*request["columns"])
             reply = {"items": _answer(returned, len(request["columns"][0]))}
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            # Any other error is the function's, a CancelledError of its own too: unanswered, it would use up the
+            # whole time-out.
+            if request["id"] in cancelled:
+                return
             reply = {"error": overdue(request["timeout"]) if deadline.expired() else _failure(error, path)}
         finally:
             tasks.pop(request["id"], None)
+            cancelled.discard(request["id"])
         writer.write(_pack(json.dumps({"id": request["id"], **reply}).encode()))
 
     while True:
@@ -153,6 +134,7 @@ async def _serve_async(function: Callable[..., Any], channel: socket.socket, pat
             return
         if "cancel" in request:
             if task := tasks.get(request["cancel"]):
+                cancelled.add(request["cancel"])
                 task.cancel()
             continue
         tasks[request["id"]] = asyncio.create_task(run(request))

@@ -12,6 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, TemplatedText
+from openrlhf.agents.values import number, number_logs, optional_number
 from openrlhf.data.trajectory import Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ CANCEL_GRACE_S = 5.0
 # Distinct failures that are logged in full by this process; all are counted in the metrics.
 MAX_REPORTS = 50
 _reported: set[str] = set()
+STOP_REASONS = ("stop", "length", "environment", "error")
 
 
 async def run_sample(
@@ -45,7 +47,8 @@ async def run_sample(
         max_length: tokens of prompt and response together.
         timeout: seconds that the whole sample may take.
 
-    Returns: a trajectory; where anything went wrong its ``reward`` is None and ``failure`` says why.
+    Returns: a trajectory; where anything went wrong, in every try that ``executor.retries`` grants, its ``reward`` is
+        None and ``failure`` says why.
 
     Raises: what ``engine.check_health`` raises, where a sample failed because the engine can serve no more.
     """
@@ -58,28 +61,40 @@ async def run_sample(
         images=prompt.images,
         datasource=prompt.datasource,
     )
-    version = engine.weight_version
-    try:
-        call = executor.execute(
-            prompt=TemplatedText(prompt.prompt) if prompt.templated else prompt.prompt,
-            label=prompt.label,
-            sampling_params=copy.deepcopy(sampling_params),
-            max_length=max_length,
-            hf_tokenizer=tokenizer,
-            llm_engine=engine,
-            images=prompt.images,
-        )
-        fill_trajectory(trajectory, await _within(call, timeout), version)
-    except Exception as error:
-        await engine.check_health()
-        trajectory.segments = []
-        trajectory.reward, trajectory.score = None, None
-        trajectory.failure = _describe(error)
-        _report(trajectory.failure, error)
-    else:
-        if trajectory.failure is not None:
+    deadline = asyncio.get_running_loop().time() + timeout
+    for tried in range(1, executor.retries + 2):
+        left = deadline - asyncio.get_running_loop().time()
+        if tried > 1 and left <= 0:
+            break
+        version = engine.weight_version
+        trajectory.failure = None
+        try:
+            call = executor.execute(
+                prompt=TemplatedText(prompt.prompt) if prompt.templated else prompt.prompt,
+                # Copied: samples of one prompt share the row's object.
+                label=copy.deepcopy(prompt.label),
+                sampling_params=copy.deepcopy(sampling_params),
+                max_length=max_length,
+                hf_tokenizer=tokenizer,
+                llm_engine=engine,
+                images=prompt.images,
+            )
+            fill_trajectory(trajectory, await _within(call, left, timeout), version)
+        except Exception as error:
+            await engine.check_health()
+            _clear(trajectory)
+            trajectory.failure = _describe(error) + (f" (in {tried} tries)" if tried > 1 else "")
+            _report(trajectory.failure, error)
+        else:
+            if trajectory.failure is None:
+                break
             _report(trajectory.failure)
     return trajectory
+
+
+def _clear(trajectory: Trajectory) -> None:
+    trajectory.segments = []
+    trajectory.reward, trajectory.score, trajectory.step_rewards = None, None, None
 
 
 def fill_trajectory(trajectory: Trajectory, returned: Any, weight_version: int) -> None:
@@ -101,8 +116,9 @@ def fill_trajectory(trajectory: Trajectory, returned: Any, weight_version: int) 
     segments = [_segment(record, truncated, weight_version) for record in records]
     if not any(segment.num_actions for segment in segments):
         raise AgentError("'action_ranges' holds no token that the policy sampled")
-    reward, score = (_optional_number(key, returned.get(key)) for key in ("reward", "scores"))
-    trajectory.extra_logs = _logs(returned.get("extra_logs"))
+    reward, score = (optional_number(key, returned.get(key)) for key in ("reward", "scores"))
+    trajectory.step_rewards = _step_rewards(returned.get("step_rewards"), segments, reward)
+    trajectory.extra_logs = number_logs(returned.get("extra_logs"))
     trajectory.prompt_tokens_cut = _integer("prompt_tokens_cut", returned.get("prompt_tokens_cut", 0))
     trajectory.segments = segments
     trajectory.truncated = truncated
@@ -125,18 +141,34 @@ def _segment(record: Any, truncated: bool, weight_version: int) -> Segment:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise AgentError(f"'action_ranges' holds {pair!r:.60}, not (start, end)")
         ranges.append((_integer("action_ranges", pair[0]), _integer("action_ranges", pair[1])))
+    versions = [weight_version] * len(ranges)
+    if record.get("weight_versions") is not None:
+        versions = [_integer("weight_versions", version) for version in _listed(record, "weight_versions")]
+        if len(versions) != len(ranges):
+            raise AgentError(f"'weight_versions' has {len(versions)} entries for {len(ranges)} action ranges")
+    stop_reason = record.get("stop_reason") or ("length" if truncated else "stop")
+    if stop_reason not in STOP_REASONS:
+        raise AgentError(f"'stop_reason' is {stop_reason!r:.60}, not one of {', '.join(STOP_REASONS)}")
     try:
-        segment = Segment(
-            tokens=tokens,
-            action_ranges=ranges,
-            weight_versions=[weight_version] * len(ranges),
-            stop_reason="length" if truncated else "stop",
-        )
+        segment = Segment(tokens=tokens, action_ranges=ranges, weight_versions=versions, stop_reason=stop_reason)
     except ValueError as error:
         raise AgentError(f"'action_ranges': {error}") from error
     if record.get("rollout_log_probs") is not None:
         segment.logprobs = _logprobs(_listed(record, "rollout_log_probs"), segment)
     return segment
+
+
+def _step_rewards(values: Any, segments: list[Segment], reward: float | None) -> list[float] | None:
+    """What each action range earned, in the order of the segments."""
+    if values is None:
+        return None
+    numbers = [number("step_rewards", value) for value in _listed({"step_rewards": values}, "step_rewards")]
+    ranges = sum(len(segment.action_ranges) for segment in segments)
+    if len(numbers) != ranges:
+        raise AgentError(f"'step_rewards' has {len(numbers)} entries for {ranges} action ranges")
+    if reward is not None and not math.isclose(sum(numbers), reward, rel_tol=1e-4, abs_tol=1e-4):
+        raise AgentError(f"'step_rewards' sum to {sum(numbers):g}, but 'reward' is {reward:g}")
+    return numbers
 
 
 def _logprobs(values: list[Any], segment: Segment) -> list[float]:
@@ -148,16 +180,8 @@ def _logprobs(values: list[Any], segment: Segment) -> list[float]:
         )
     result = [0.0] * len(values)
     for start, end in segment.action_ranges:
-        result[start:end] = [_number("rollout_log_probs", value) for value in values[start:end]]
+        result[start:end] = [number("rollout_log_probs", value) for value in values[start:end]]
     return result
-
-
-def _logs(logs: Any) -> dict[str, float]:
-    if logs is None:
-        return {}
-    if not isinstance(logs, dict):
-        raise AgentError(f"'extra_logs' is {type(logs).__name__}, not a dict of numbers")
-    return {str(key): _number(f"extra_logs[{key!r}]", value, finite=False) for key, value in logs.items()}
 
 
 def _listed(record: dict[str, Any], key: str) -> list[Any]:
@@ -175,28 +199,13 @@ def _integer(key: str, value: Any) -> int:
         raise AgentError(f"'{key}' holds {value!r:.60}, not an integer") from error
 
 
-def _optional_number(key: str, value: Any) -> float | None:
-    return None if value is None else _number(key, value)
-
-
-def _number(key: str, value: Any, *, finite: bool = True) -> float:
-    """A float from a number, or from a tensor or array with one element."""
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise AgentError(f"'{key}' holds {value!r:.60}, not a number") from error
-    if finite and not math.isfinite(number):
-        raise AgentError(f"'{key}' holds {number}, not a finite number")
-    return number
-
-
-async def _within(call: Any, timeout: float) -> Any:
-    """Awaits ``call``, which is cancelled after ``timeout`` seconds, and left behind if it does not end then."""
+async def _within(call: Any, left: float, timeout: float) -> Any:
+    """Awaits ``call``, which is cancelled after ``left`` seconds, and left behind if it does not end then."""
     task = asyncio.ensure_future(call)
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
+        done, _ = await asyncio.wait({task}, timeout=left)
+        if done and task.cancelled():
+            raise AgentError("execute() cancelled itself: it raised CancelledError")
         if done:
             return task.result()
     except asyncio.CancelledError:

@@ -63,6 +63,8 @@ class Trajectory:
         segments: token records that share the reward; one for single-turn and plain multi-turn.
         reward: None where no reward could be computed; ``failure`` then says why. Never 0 in its place.
         score: for filtering and pass rates, in [0, 1]; the reward where the source gave none.
+        step_rewards: what each action range earned, over all segments in order; they sum to ``reward``. None where
+            the agent did not tell them apart.
         truncated: cut off by the token budget before the policy stopped by itself.
         prompt_tokens_cut: tokens cut from the left of the prompt so that it fits.
     """
@@ -75,6 +77,7 @@ class Trajectory:
     reward: float | None = None
     failure: str | None = None
     score: float | None = None
+    step_rewards: list[float] | None = None
     truncated: bool = False
     prompt_tokens_cut: int = 0
     images: Any = None

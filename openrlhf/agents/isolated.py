@@ -1,0 +1,93 @@
+"""Runs a user's own ``execute()`` in a thread beside the engine's, so that it cannot hold up the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine
+from openrlhf.agents.user_loop import UserLoops
+
+
+class EngineBridge:
+    """The engine as seen from another thread's event loop; see ``Engine``."""
+
+    def __init__(self, engine: Engine, home: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._home = home
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the engine's weights now."""
+        return self._engine.weight_version
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """See ``Engine.generate``. The parameters may be changed as soon as this is called."""
+        # Copied, as the request is made later and in another thread.
+        params = copy.deepcopy(sampling_params)
+        request = self._engine.generate(list(prompt_token_ids), params, multi_modal_data)
+        return await self._there(request)
+
+    async def check_health(self) -> None:
+        """See ``Engine.check_health``."""
+        await self._there(self._engine.check_health())
+
+    async def _there(self, work: Any) -> Any:
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._home)
+        except RuntimeError as error:
+            work.close()
+            raise AgentError("the engine was shut down while a sample still used it") from error
+        return await asyncio.wrap_future(future)
+
+
+class IsolatedExecutor(AgentExecutorBase):
+    """Another executor, run in its own thread.
+
+    The samples of an executor share one event loop, so asyncio objects that it holds work. Its tokenizer is a copy:
+    tokenizers change while they encode.
+    """
+
+    def __init__(self, executor: AgentExecutorBase) -> None:
+        self._executor = executor
+        self._name = f"{type(executor).__name__}.execute()"
+        self._loops = UserLoops(self._name)
+        self._tokenizer: Any = None
+        self.retries = executor.retries
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Engine,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Runs one sample; see ``AgentExecutorBase.execute``.
+
+        The engine makes the text of its outputs, special tokens kept, for code that reads it.
+
+        Raises: what the executor raises; AgentError, where another sample blocks the thread for good.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = copy.deepcopy(hf_tokenizer)
+        sampling_params.detokenize = True
+        sampling_params.skip_special_tokens = False
+        engine = EngineBridge(llm_engine, asyncio.get_running_loop())
+
+        async def run() -> dict[str, Any]:
+            return await self._executor.execute(
+                prompt=prompt,
+                label=label,
+                sampling_params=sampling_params,
+                max_length=max_length,
+                hf_tokenizer=self._tokenizer,
+                llm_engine=engine,
+                images=images,
+            )
+
+        with self._loops.use() as loop:
+            return await loop.call(run, what=self._name)

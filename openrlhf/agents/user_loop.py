@@ -1,0 +1,214 @@
+"""Threads with event loops of their own for what users write: code that blocks there blocks neither the engine nor the
+deadlines, which are watched from the caller's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from openrlhf.agents.base import AgentError
+
+logger = logging.getLogger(__name__)
+
+# An overdue call gets this long to end by itself, and a loop this long to show that it still runs.
+GRACE_S = 1.0
+# Threads cannot be killed: this many that block for good are left behind before no more are started.
+MAX_STUCK = 8
+
+
+class _Call:
+    """One call on its way: made from the loop ``home``, run as ``task`` of the user's loop."""
+
+    def __init__(self, home: asyncio.AbstractEventLoop, what: str) -> None:
+        self.home = home
+        self.what = what
+        self.started: asyncio.Future[None] = home.create_future()
+        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = home.create_future()
+        self.task: asyncio.Task[None] | None = None
+        self.unwanted = False
+
+    def tell(self, future: asyncio.Future[Any], value: Any) -> None:
+        """Sets a future of the caller from any thread."""
+        # The caller's loop may be gone by now, and then nobody waits.
+        with contextlib.suppress(RuntimeError):
+            self.home.call_soon_threadsafe(lambda: None if future.done() else future.set_result(value))
+
+
+class UserLoop:
+    """One thread with a loop.
+
+    Attributes:
+        stuck: why no further call is taken: what blocks the loop for good, and where. None while it works.
+        users: samples that are pinned to it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.stuck: str | None = None
+        self.users = 0
+        self._loop = asyncio.new_event_loop()
+        self._calls: set[_Call] = set()
+        self._checks: set[asyncio.Task[None]] = set()
+        self._closing = False
+        # A daemon: one that blocks for good must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    async def call(self, function: Callable[..., Any], *arguments: Any, what: str, timeout: float | None = None) -> Any:
+        """Runs ``function``, plain or async, in the thread.
+
+        Args:
+            what: names the call in errors.
+            timeout: seconds from the moment when it began to run; None leaves that to the caller's own deadline.
+
+        Raises: what the function raises; AgentError, where it takes too long, or another one blocks the loop for good.
+        """
+        if self.stuck is not None:
+            raise AgentError(self.stuck)
+        call = _Call(asyncio.get_running_loop(), what)
+        self._calls.add(call)
+        self._loop.call_soon_threadsafe(self._begin, call, function, arguments)
+        try:
+            await call.started
+            done, _ = await asyncio.wait({call.outcome}, timeout=timeout)
+            if not done:
+                await self._give_up(call)
+                raise AgentError(self.stuck or f"{what} took longer than {timeout:g} s")
+            value, error = call.outcome.result()
+        except asyncio.CancelledError:
+            self._keep(self._give_up(call))
+            raise
+        finally:
+            self._calls.discard(call)
+        if error is not None:
+            raise error
+        return value
+
+    @property
+    def alive(self) -> bool:
+        """The thread has not ended."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ends the thread as soon as nothing blocks it."""
+        self._closing = True
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        while not self._closing:
+            try:
+                self._loop.run_forever()
+            except BaseException as error:
+                # SystemExit in a task that the user's code started leaves the loop; the other samples need it.
+                logger.warning("%s: a task raised %s", self._thread.name, type(error).__name__)
+        with contextlib.suppress(RuntimeError, SystemExit, KeyboardInterrupt):
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    def _begin(self, call: _Call, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if not call.unwanted:
+            call.task = self._loop.create_task(self._execute(call, function, arguments))
+
+    async def _execute(self, call: _Call, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        call.tell(call.started, None)
+        value, failure = None, None
+        try:
+            value = function(*arguments)
+            if inspect.isawaitable(value):
+                value = await value
+        except Exception as error:
+            failure = error
+        except BaseException as error:
+            failure = AgentError(f"{call.what} raised {type(error).__name__}: {error}")
+        call.tell(call.outcome, (value, failure))
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    async def _give_up(self, call: _Call) -> None:
+        """Cancels a call; where it goes on and blocks the loop, the loop is given up as well."""
+        call.unwanted = True
+        self._loop.call_soon_threadsafe(lambda: call.task and call.task.cancel())
+        await asyncio.wait({call.outcome}, timeout=GRACE_S)
+        if call.outcome.done() or self.stuck is not None or await self._answers():
+            return
+        running = asyncio.current_task(self._loop)
+        own = running is not None and running is call.task
+        if own or not any(running is other.task for other in self._calls):
+            self._retire(call.what if own else "a task that user code started")
+        # Else another call is at work, which has a deadline of its own.
+
+    async def _answers(self) -> bool:
+        home = asyncio.get_running_loop()
+        pong = home.create_future()
+        ping = _Call(home, "ping")
+        self._loop.call_soon_threadsafe(ping.tell, pong, None)
+        done, _ = await asyncio.wait({pong}, timeout=GRACE_S)
+        return bool(done)
+
+    def _retire(self, what: str) -> None:
+        place = "an unknown place"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is not None:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        self.stuck = f"{what} blocks its event loop and does not end (at {place}): await, or use asyncio.to_thread"
+        logger.warning("%s; its thread is left behind", self.stuck)
+        self.stop()
+        for call in self._calls:
+            call.tell(call.started, None)
+            call.tell(call.outcome, (None, AgentError(self.stuck)))
+
+
+class UserLoops:
+    """A few loops that samples are spread over; a sample stays with one, as its objects may be bound to it."""
+
+    def __init__(self, name: str, count: int = 1) -> None:
+        self._name = name
+        self._count = count
+        self._loops: list[UserLoop] = []
+        self._stuck: list[UserLoop] = []
+        weakref.finalize(self, _stop_all, self._loops)
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[UserLoop]:
+        """Gives the loop with the fewest samples, started where there are fewer than ``count``.
+
+        Raises: AgentError, where so many have been blocked for good that no more are started.
+        """
+        loop = self._take()
+        loop.users += 1
+        try:
+            yield loop
+        finally:
+            loop.users -= 1
+
+    def _take(self) -> UserLoop:
+        self._stuck += [loop for loop in self._loops if loop.stuck is not None]
+        self._stuck = [loop for loop in self._stuck if loop.alive]
+        # In place: the finalizer holds this list.
+        self._loops[:] = [loop for loop in self._loops if loop.stuck is None]
+        if len(self._stuck) >= MAX_STUCK:
+            raise AgentError(
+                f"{len(self._stuck)} threads are blocked for good, the last one thus: {self._stuck[-1].stuck}"
+            )
+        idle = [loop for loop in self._loops if not loop.users]
+        if not idle and len(self._loops) < self._count:
+            self._loops.append(UserLoop(self._name))
+        return min(self._loops, key=lambda loop: loop.users)
+
+
+def _stop_all(loops: list[UserLoop]) -> None:
+    for loop in loops:
+        loop.stop()

@@ -1,0 +1,41 @@
+"""Numbers out of what users' code returns: plain ones, or tensors and arrays with one element."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from openrlhf.agents.base import AgentError
+
+
+def number(key: str, value: Any, *, finite: bool = True) -> float:
+    """A float from a number, or from a tensor or array with one element.
+
+    Raises: AgentError, naming ``key``; with ``finite`` also for NaN and infinities.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        result = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise AgentError(f"'{key}' holds {value!r:.60}, not a number") from error
+    if finite and not math.isfinite(result):
+        raise AgentError(f"'{key}' holds {result}, not a finite number")
+    return result
+
+
+def optional_number(key: str, value: Any) -> float | None:
+    """``number``, or None where ``value`` is None: 0.0 is a number like any other."""
+    return None if value is None else number(key, value)
+
+
+def number_logs(logs: Any) -> dict[str, float]:
+    """The ``extra_logs`` of a sample as floats; None is an empty dict.
+
+    Raises: AgentError.
+    """
+    if logs is None:
+        return {}
+    if not isinstance(logs, dict):
+        raise AgentError(f"'extra_logs' is {type(logs).__name__}, not a dict of numbers")
+    return {str(key): number(f"extra_logs[{key!r}]", value, finite=False) for key, value in logs.items()}

@@ -1,0 +1,315 @@
+"""Users' code that fails, waits, or blocks: its own samples fail with a reason, and everything else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from openrlhf.agents import user_loop
+from openrlhf.agents.base import AgentError
+from openrlhf.agents.isolated import IsolatedExecutor
+from openrlhf.agents.user_loop import UserLoops
+from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor
+from tests.agent_room import TalkingEngine, play
+from tests.scripted_engine import completion
+from tests.tiny_models import END_ID
+
+
+@pytest.fixture(autouse=True)
+def threads_that_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    monkeypatch.setattr(user_loop, "GRACE_S", 0.2)
+    before = set(threading.enumerate())
+    # Records that are kept for the report hold tracebacks, and they hold executors.
+    caplog.set_level(logging.CRITICAL, logger="openrlhf.agents.runner")
+    yield
+    deadline = time.monotonic() + 10
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        # Executors end their threads when they are collected.
+        gc.collect()
+        time.sleep(0.02)
+    assert not left
+
+
+class OneTurn(AgentInstanceBase):
+    """Does in its only turn what the label says."""
+
+    step_timeout = 0.5
+    release = threading.Event()
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        match states["label"]:
+            case "wait":
+                await asyncio.sleep(60)
+            case "block":
+                self.release.wait(60)
+            case "busy":
+                time.sleep(0.2)
+            case BaseException() as error:
+                raise error
+        return {"rewards": 1.0, "done": True}
+
+
+def run(*labels: Any, cls: type[AgentInstanceBase] = OneTurn, **options: Any) -> list[Any]:
+    executor = MultiTurnAgentExecutor(cls)
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*[play(executor, TalkingEngine("a"), label=label, **options) for label in labels])
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_step_that_waits_too_long_ends_alone() -> None:
+    slow, quick = run("wait", "fine")
+    assert slow.failure == "OneTurn.step() took longer than 0.5 s"
+    assert quick.reward == 1.0
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError("mine")])
+def test_errors_that_would_end_a_loop_fail_their_sample_alone_and_at_once(error: BaseException) -> None:
+    bad, good = run(error, "fine")
+    assert f"OneTurn.step() raised {type(error).__name__}" in bad.failure
+    assert good.reward == 1.0
+
+
+@pytest.mark.parametrize("error", [StopIteration("x"), ValueError("no such move")])
+def test_an_exception_names_its_kind(error: Exception) -> None:
+    bad, good = run(error, "fine")
+    assert str(error) in bad.failure
+    assert good.reward == 1.0
+
+
+def test_environments_that_block_for_a_while_wait_for_each_other_and_none_is_overdue() -> None:
+    assert [trajectory.reward for trajectory in run(*["busy"] * 6)] == [1.0] * 6
+
+
+def test_a_step_that_blocks_for_good_is_named_with_its_place_and_others_get_a_new_thread() -> None:
+    async def scenario() -> tuple[Any, Any]:
+        executor = MultiTurnAgentExecutor(OneTurn)
+        blocked = asyncio.create_task(play(executor, TalkingEngine("a"), label="block"))
+        ticks = 0
+        while not blocked.done():
+            await asyncio.sleep(0.02)
+            ticks += 1
+        assert ticks > 10, "the engine's own loop must not stand still"
+        return blocked.result(), await play(executor, TalkingEngine("a"), label="fine")
+
+    OneTurn.release.clear()
+    try:
+        blocked, later = asyncio.run(scenario())
+    finally:
+        OneTurn.release.set()
+    assert "OneTurn.step() blocks its event loop and does not end (at " in blocked.failure
+    assert "threading.py" in blocked.failure
+    assert later.reward == 1.0
+
+
+def test_a_sample_whose_own_time_runs_out_while_it_blocks_frees_the_others_too() -> None:
+    class Patient(OneTurn):
+        step_timeout = 600.0
+        release = threading.Event()
+
+    async def scenario() -> tuple[Any, Any]:
+        executor = MultiTurnAgentExecutor(Patient)
+        blocked = asyncio.create_task(play(executor, TalkingEngine("a"), label="block", timeout=0.3))
+        await asyncio.sleep(0.05)
+        other = await play(executor, TalkingEngine("a"), label="fine", timeout=5.0)
+        return await blocked, other
+
+    try:
+        blocked, other = asyncio.run(scenario())
+    finally:
+        Patient.release.set()
+    assert blocked.failure == "the sample took longer than 0.3 s"
+    assert "Patient.step() blocks its event loop" in other.failure
+
+
+def test_threads_that_are_left_behind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_loop, "MAX_STUCK", 1)
+    OneTurn.release.clear()
+    executor = MultiTurnAgentExecutor(OneTurn)
+
+    async def twice() -> list[Any]:
+        return [await play(executor, TalkingEngine("a"), label=label) for label in ("block", "fine")]
+
+    try:
+        _, refused = asyncio.run(twice())
+    finally:
+        OneTurn.release.set()
+    assert refused.failure.startswith("1 threads are blocked for good, the last one thus: OneTurn.step() blocks")
+
+
+def test_more_threads_let_blocking_environments_work_side_by_side() -> None:
+    barrier = threading.Barrier(3)
+
+    class Meeting(OneTurn):
+        threads = 3
+        step_timeout = 20.0
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            barrier.wait(20)
+            return {"rewards": 1.0, "done": True}
+
+    assert [trajectory.reward for trajectory in run(1, 2, 3, cls=Meeting)] == [1.0] * 3
+
+
+def test_samples_of_one_executor_share_asyncio_objects() -> None:
+    lock = asyncio.Lock()
+
+    class Sharing(OneTurn):
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            async with lock:
+                await asyncio.sleep(0.01)
+            return {"rewards": 1.0, "done": True}
+
+    assert [trajectory.reward for trajectory in run(1, 2, 3, cls=Sharing)] == [1.0] * 3
+
+
+def failing(times: int, retries: int) -> type[AgentInstanceBase]:
+    made: list[Any] = []
+
+    class Flaky(OneTurn):
+        def __init__(self) -> None:
+            made.append(self)
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            if len(made) <= times:
+                raise ConnectionError("the sandbox is away")
+            return {"rewards": 1.0, "done": True}
+
+    Flaky.retries = retries
+    Flaky.made = made
+    return Flaky
+
+
+def test_a_whole_sample_is_tried_again_only_where_the_environment_asks_for_it() -> None:
+    async def one(cls: type[AgentInstanceBase]) -> Any:
+        return await play(MultiTurnAgentExecutor(cls), TalkingEngine("a", "a", "a"))
+
+    never = failing(times=1, retries=0)
+    trajectory = asyncio.run(one(never))
+    assert "the sandbox is away" in trajectory.failure
+    assert len(never.made) == 1
+
+    enough = failing(times=2, retries=2)
+    trajectory = asyncio.run(one(enough))
+    assert (trajectory.reward, trajectory.failure) == (1.0, None)
+    assert len(enough.made) == 3, "each try has an object of its own"
+
+    too_few = failing(times=3, retries=2)
+    trajectory = asyncio.run(one(too_few))
+    assert trajectory.failure.endswith("(in 3 tries)")
+    assert trajectory.reward is None
+
+
+class Custom(AgentExecutorBase):
+    """An executor of a user's own, which talks to the engine by itself."""
+
+    def __init__(self, before: Any = None) -> None:
+        self._before = before
+        self.thread = 0
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        self.thread = threading.get_ident()
+        if self._before is not None:
+            self._before()
+        ids = hf_tokenizer(prompt)["input_ids"]
+        output = await llm_engine.generate(ids, sampling_params, multi_modal_data=None)
+        tokens = ids + list(output.outputs[0].token_ids)
+        segment = {"observation_tokens": tokens, "action_ranges": [(len(ids), len(tokens))]}
+        other = {"observation_tokens": [5, 6, 7], "action_ranges": [(1, 2), (2, 3)], "stop_reason": "stop"}
+        return {"segments": [segment, other], "reward": 1.0, "step_rewards": [0.5, 0.25, 0.25]}
+
+
+def test_a_custom_execute_runs_beside_the_engine_and_reaches_it() -> None:
+    custom = Custom()
+    engine = TalkingEngine(completion([5, END_ID], [-1.0, -2.0]), weight_version=3)
+    trajectory = asyncio.run(play(IsolatedExecutor(custom), engine))
+    assert custom.thread != threading.get_ident()
+    assert trajectory.failure is None
+    assert [segment.num_actions for segment in trajectory.segments] == [2, 2]
+    assert trajectory.step_rewards == [0.5, 0.25, 0.25]
+    used = engine.requests[0][1]
+    assert used.detokenize and not used.skip_special_tokens, "its output's text is there to be read"
+
+
+def test_a_custom_execute_that_blocks_for_good_cannot_outlast_its_sample() -> None:
+    release = threading.Event()
+    executor = IsolatedExecutor(Custom(lambda: release.wait(60)))
+
+    async def scenario() -> Any:
+        return await play(executor, TalkingEngine("a"), timeout=0.3)
+
+    try:
+        trajectory = asyncio.run(scenario())
+    finally:
+        release.set()
+    assert trajectory.failure == "the sample took longer than 0.3 s"
+
+
+def test_cancelling_a_sample_ends_its_request() -> None:
+    ended = []
+
+    class Waiting(TalkingEngine):
+        async def generate(self, *arguments: Any, **more: Any) -> Any:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(True)
+
+    trajectory = asyncio.run(play(IsolatedExecutor(Custom()), Waiting(), timeout=0.2))
+    assert "took longer than 0.2 s" in trajectory.failure
+    assert ended == [True]
+
+
+def test_what_the_engine_raises_reaches_the_custom_execute() -> None:
+    trajectory = asyncio.run(play(IsolatedExecutor(Custom()), TalkingEngine(ValueError("prompt too long"))))
+    assert "prompt too long" in trajectory.failure
+
+
+def test_a_task_of_the_user_that_exits_leaves_the_loop_running() -> None:
+    async def leave() -> None:
+        raise SystemExit(1)
+
+    async def start() -> Any:
+        # Kept, as a task that nobody holds may be collected.
+        task = asyncio.get_running_loop().create_task(leave())
+        await asyncio.sleep(0.05)
+        return task.done()
+
+    async def scenario() -> bool:
+        loops = UserLoops("test")
+        with loops.use() as loop:
+            first = await loop.call(start, what="start", timeout=5)
+            return first and await loop.call(lambda: True, what="again", timeout=5)
+
+    assert asyncio.run(scenario())
+
+
+def test_a_call_to_a_retired_loop_is_refused() -> None:
+    async def scenario() -> None:
+        loops = UserLoops("test")
+        with loops.use() as loop:
+            loop.stuck = "x() blocks its event loop"
+            await loop.call(lambda: None, what="y")
+
+    with pytest.raises(AgentError, match="blocks its event loop"):
+        asyncio.run(scenario())
