@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -117,17 +118,42 @@ def _parameters_born_sharded(zero3: dict[str, Any] | None) -> Iterator[None]:
 
 
 @contextmanager
+def _told_to_all(sharded: bool) -> Iterator[None]:
+    """Rank 0 alone reads what is born sharded, and would leave the others waiting with what it finds wrong.
+
+    Raises: ConfigError on every rank where any rank met one.
+    """
+    problem: ConfigError | None = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = error
+    said = [None if problem is None else str(problem)]
+    if sharded:
+        said *= dist.get_world_size()
+        dist.all_gather_object(said, said[0])
+    first = next((text for text in said if text is not None), None)
+    if first is not None:
+        raise ConfigError(first) from problem
+
+
+@contextmanager
 def _no_load_report() -> Iterator[None]:
     """While it lasts, transformers prints no table of weights that a file lacks or has too many: with a scalar head it
-    would warn of a head at random, which is ours, and of logits that nobody wants. What is missing is an error anyway.
+    would warn of a head at random, which is ours, and of logits that nobody wants. What is missing or does not fit is
+    an error anyway, and what is too much is said in one line.
     """
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    # A filter, because transformers says other things where the level of this logger is high.
     speaker = logging.getLogger("transformers.modeling_utils")
-    before = speaker.level
-    speaker.setLevel(logging.ERROR)
+    speaker.addFilter(is_no_report)
     try:
         yield
     finally:
-        speaker.setLevel(before)
+        speaker.removeFilter(is_no_report)
 
 
 def _restore_buffers(
@@ -193,7 +219,8 @@ def load_causal_lm(
     auto_class = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
     model_class = _model_class(auto_class, config, path, trust_remote_code)
     implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
-    with _reading("model", path), _parameters_born_sharded(zero3), nullcontext() if head is None else _no_load_report():
+    sharded = zero3 is not None
+    with _told_to_all(sharded), _reading("model", path), _parameters_born_sharded(zero3), _no_load_report():
         head_weight = None if head is None else prepare_head(path, config, head)
         model, report = auto_class.from_pretrained(
             path,
@@ -202,14 +229,15 @@ def load_causal_lm(
             attn_implementation=implementation,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            # A scalar head replaces whatever other head the files hold.
-            # Every other weight that does not fit is refused below, by name.
+            # A scalar head replaces whatever other head the files hold; any other misfit is refused below, by name.
             ignore_mismatched_sizes=True,
             **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
         )
     if head is None:
         _check_shapes(path, report["mismatched_keys"])
         _check_whole(path, report["missing_keys"])
+        if report["unexpected_keys"]:
+            logger.warning("%s holds weights that the model has no use for: %s", path, _few(report["unexpected_keys"]))
     else:
         misfits = {name for name, *_ in report["mismatched_keys"]}
         attach_head(model, head_weight, path, head.pad_token_id)
@@ -241,11 +269,12 @@ def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, t
 def _check_whole(path: str | Path, missing: Collection[str]) -> None:
     """Raises ConfigError for weights that the files lack: transformers draws them at random, and training goes on."""
     if missing:
-        names = sorted(missing)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ConfigError(
-            f"the files of {path} lack weights of the model that config.json describes: {', '.join(names[:3])}{more}"
-        )
+        raise ConfigError(f"the files of {path} lack weights of the model that config.json describes: {_few(missing)}")
+
+
+def _few(names: Collection[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def _model_class(auto_class: Any, config: Any, path: str | Path, trust_remote_code: bool) -> type[PreTrainedModel]:
