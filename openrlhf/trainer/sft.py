@@ -15,13 +15,14 @@ from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 from openrlhf.backends.distributed import init_distributed, shutdown_distributed
 from openrlhf.config import SFTConfig, to_flags_yaml
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.parse import print_note
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.trainer.process import choose_device, make_deterministic, prepare_process, rank_from_environment
 from openrlhf.trainer.supervised import LoopSettings, SupervisedTrainer, planned_steps
-from openrlhf.trainer.supervised_outputs import SupervisedOutputs
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs, parameter_shapes, sole_run
 
 
 class SFTObjective:
@@ -59,7 +60,7 @@ def run(config: SFTConfig) -> None:
     Every rank of a launcher calls it; without a launcher the process is the only rank.
 
     Raises:
-        ConfigError, DataError: the settings or the data cannot be used.
+        ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
         RankError: something could not be written or read, on all ranks.
     """
     device = choose_device(config.device)
@@ -81,7 +82,8 @@ def run(config: SFTConfig) -> None:
             if part is not None:
                 print(f"{name} data: {part.summary()}", flush=True)
     init_distributed(device)
-    train(config, tokenizer, data, evaluation, device=device)
+    with sole_run(config.ckpt, print_note):
+        train(config, tokenizer, data, evaluation, device=device)
     shutdown_distributed()
 
 
@@ -109,6 +111,7 @@ def train(
     outputs = SupervisedOutputs(
         backend,
         tokenizer,
+        shapes=parameter_shapes(backend.module),
         ckpt=config.ckpt,
         logger=config.logger,
         command="train_sft",

@@ -162,6 +162,11 @@ class SupervisedTrainer:
         state = self.outputs.resume()
         if state is not None:
             self.load_state_dict(state)
+            if self.step == self.total_steps:
+                self.outputs.note(
+                    f"nothing is left to train: the checkpoint stands at the last of {self.total_steps} steps, and its "
+                    "model is exported once more"
+                )
         self.outputs.open(self.step, self.total_steps)
         while self.step < self.total_steps:
             self._run_epoch()

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.checkpoints import CheckpointStore
 from openrlhf.backends.distributed import from_rank_0, raise_if_any
-from openrlhf.config import CkptConfig, LoggerConfig
+from openrlhf.config import CkptConfig, ConfigError, LoggerConfig
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
 from openrlhf.tracking.report import write_report
+from openrlhf.utils.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
+# In a state: the shape of every parameter of the model that it belongs to.
+SHAPES_FILE = "parameters.json"
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def parameter_shapes(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Returns: by name, the whole shape of each parameter, sharded or not."""
+    return {name: list(getattr(item, "ds_shape", item.shape)) for name, item in module.named_parameters()}
+
+
+def difference_of(there: Shapes, here: Shapes) -> str | None:
+    """Returns: in words, a parameter that two models do not share; None where they have the same shapes."""
+    for name, shape in here.items():
+        if name in there and list(there[name]) != list(shape):
+            return f"{name} is {list(there[name])} there and {list(shape)} in this run"
+    for these, those, where in ((here, there, "there"), (there, here, "in this run")):
+        missing = next((name for name in these if name not in those), None)
+        if missing is not None:
+            return f"{missing} is missing {where}"
+    return None
+
+
+@contextmanager
+def sole_run(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, no other run writes into the folders of this one; collective.
+
+    Raises:
+        ConfigError: another run holds one of them.
+        RankError: one of them cannot be made.
+    """
+    folders = {"--ckpt.output_dir": ckpt.output_dir} | ({"--ckpt.path": ckpt.path} if ckpt.save_steps > 0 else {})
+    with ExitStack() as held:
+        problem: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                for flag, folder in folders.items():
+                    held.enter_context(RunLock(folder, flag=flag, warn=warn))
+            except (ConfigError, OSError) as error:
+                problem = error
+        raise_if_any(f"taking {' and '.join(folders.values())}", problem)
+        yield
 
 
 class SupervisedOutputs:
@@ -27,6 +74,7 @@ class SupervisedOutputs:
         backend: Backend,
         tokenizer: Any,
         *,
+        shapes: Shapes,
         ckpt: CkptConfig,
         logger: LoggerConfig,
         command: str,
@@ -34,12 +82,14 @@ class SupervisedOutputs:
         config_yaml: str,
     ) -> None:
         """Args:
+        shapes: of the model's parameters, which a state to go on from must share.
         command: names the run where --logger.wandb.run_name does not.
         title: of the report.
         config_yaml: the resolved settings.
         """
         self._backend = backend
         self._tokenizer = tokenizer
+        self._shapes = dict(shapes)
         self._ckpt = ckpt
         self._logger = logger
         self._command = command
@@ -55,17 +105,31 @@ class SupervisedOutputs:
         """Loads the newest checkpoint where --ckpt.load_enable asks for it.
 
         Returns: the state that was saved with it; None where there is none to load.
+
+        Raises: ConfigError where another model, or another layout of ranks, has written it.
         """
         if not self._ckpt.load_enable:
             return None
         # Rank 0 decides, so that ranks which see the folder at different moments take the same one.
         folder = from_rank_0(self._store.latest() if self._backend.rank == 0 else None)
         if folder is None:
-            self._say(f"--ckpt.load_enable: there is no checkpoint under {self._ckpt.path}, starting anew")
+            self.note(f"--ckpt.load_enable: there is no checkpoint under {self._ckpt.path}, starting anew")
             return None
+        self._on_rank_0(f"reading {folder}", lambda: self._refuse_other_model(folder))
         state = self._backend.load_checkpoint(folder)
-        self._say(f"going on after step {state['step']} from {folder}")
+        self.note(f"going on after step {state['step']} from {folder}")
         return state
+
+    def _refuse_other_model(self, folder: Path) -> None:
+        """Raises: ConfigError. DeepSpeed would, on some stages, lay parts of one weight into another."""
+        file = folder / SHAPES_FILE
+        # A kill right after the state was whole leaves it without this file.
+        difference = difference_of(json.loads(file.read_text()), self._shapes) if file.exists() else None
+        if difference is not None:
+            raise ConfigError(
+                f"the checkpoint {folder} was written by another model: {difference}; resume with the model that its "
+                f"{CONFIG_FILE} names, or start anew without --ckpt.load_enable"
+            )
 
     def open(self, step: int, total_steps: int) -> None:
         """Opens the files of the run; what a stopped run wrote after ``step`` is cut."""
@@ -126,10 +190,14 @@ class SupervisedOutputs:
         if not self._ckpt.disable_ds:
             folder = self._store.folder(step)
             self._backend.save_checkpoint(folder, state)
-            self._on_rank_0(f"writing the checkpoint {folder}", lambda: (folder / CONFIG_FILE).write_text(self._yaml))
+            self._on_rank_0(f"writing the checkpoint {folder}", lambda: self._describe_state(folder))
         if self._ckpt.save_hf:
             self.export(self._store.export_folder(step))
         self._on_rank_0(f"removing old checkpoints of {self._ckpt.path}", self._store.prune)
+
+    def _describe_state(self, folder: Path) -> None:
+        (folder / CONFIG_FILE).write_text(self._yaml)
+        (folder / SHAPES_FILE).write_text(json.dumps(self._shapes) + "\n")
 
     def export(self, folder: Path) -> None:
         """Writes model and tokenizer as a folder that transformers loads.
@@ -154,7 +222,7 @@ class SupervisedOutputs:
 
         def report() -> None:
             page = write_report(self._folder, self._title)
-            self._say(f"model and metrics: {self._folder}; report: {page}")
+            self.note(f"model and metrics: {self._folder}; report: {page}")
 
         self._on_rank_0(f"writing the report to {self._folder}", report)
 
@@ -167,9 +235,10 @@ class SupervisedOutputs:
 
     def warn(self, text: str) -> None:
         """Prints a warning, once for all ranks."""
-        self._say(f"warning: {text}")
+        self.note(f"warning: {text}")
 
-    def _say(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Prints a line, once for all ranks."""
         if self._backend.rank == 0:
             (self._console or Console(self._total)).note(text)
 
@@ -179,11 +248,12 @@ class SupervisedOutputs:
             trackers.close()
 
     def _on_rank_0(self, what: str, action: Callable[[], Any]) -> None:
-        """Collective: runs ``action`` on rank 0; an OSError there ends all ranks with a sentence about ``what``."""
+        """Collective: runs ``action`` on rank 0; an OSError there ends all ranks with a sentence about ``what``, and a
+        ConfigError with its own."""
         problem: Exception | None = None
         if self._backend.rank == 0:
             try:
                 action()
-            except OSError as error:
+            except (ConfigError, OSError) as error:
                 problem = error
         raise_if_any(what, problem)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.config import AdamConfig, ConfigError
 from tests.integration import sft_worker as worker
@@ -71,6 +71,49 @@ def test_every_way_to_deal_out_rows_takes_the_steps_of_a_plain_pytorch_loop(
     model.load_state_dict(expected["weights"])
     expected["loss/eval"] = worker.mean_loss(model, worker.plain_rows(inputs["model"], inputs["held_out"]))
     run_ranks(_train_every_way, ranks, tmp_path, inputs, expected)
+
+
+def _refuse_misfits(folder: Path, inputs: dict[str, Path]) -> None:
+    """Weights of another shape than config.json says, and a state of another model, on the stages that differ."""
+    wide, deep, torn = (folder / name for name in ("wide", "deep", "torn"))
+    for stage in (0, 1, 3):
+        options = {"ds": {"zero_stage": stage}, "ckpt": {"save_steps": 6, "load_enable": True}}
+        with pytest.raises(ConfigError, match=f"{torn} do not fit.* is .512, 192. in the files and .512, 128. "):
+            worker.train_in_place(worker.make_config(folder / "torn_out", torn, inputs["data"], **options))
+        name = f"{os.environ['WORLD_SIZE']}-{stage}"
+        worker.train_in_place(worker.make_config(folder / name, inputs["model"], inputs["data"], **options))
+        for other, said in (
+            (wide, r"embed_tokens.weight is \[512, 128\] there and \[512, 192\] in this run"),
+            (deep, r"layers.2.* is missing there"),
+        ):
+            with pytest.raises(ConfigError, match=f"global_step6 was written by another model: .*{said}"):
+                worker.train_in_place(worker.make_config(folder / name, other, inputs["data"], **options))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_does_not_fit_its_config_or_its_checkpoint_is_refused_by_the_first_weight_that_differs(
+    inputs: dict[str, Path], ranks: int, tmp_path: Path
+) -> None:
+    wide = make_tiny_model(tmp_path / "wide", "qwen3", tie=False, hidden=192)
+    make_tiny_model(tmp_path / "deep", "qwen3", tie=False, hidden=128, layers=3)
+    shutil.copytree(inputs["model"], tmp_path / "torn")
+    shutil.copy(wide / "model.safetensors", tmp_path / "torn" / "model.safetensors")
+    run_ranks(_refuse_misfits, ranks, tmp_path, inputs)
+
+
+def _refuse_encoders(folder: Path, inputs: dict[str, Path]) -> None:
+    for stage in (0, 3):
+        config = worker.make_config(folder, folder / "encoder", inputs["data"], ds={"zero_stage": stage})
+        with pytest.raises(ConfigError, match="is no causal language model"):
+            worker.train_in_place(config)
+
+
+def test_an_encoder_is_refused_on_every_rank_sharded_or_not(inputs: dict[str, Path], tmp_path: Path) -> None:
+    values = {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("bert", **values, intermediate_size=128, max_position_embeddings=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "encoder")
+    AutoTokenizer.from_pretrained(inputs["model"]).save_pretrained(tmp_path / "encoder")
+    run_ranks(_refuse_encoders, 2, tmp_path, inputs)
 
 
 def _stop_and_resume(folder: Path, inputs: dict[str, Path]) -> None:
@@ -206,11 +249,24 @@ def test_a_run_whose_weights_do_not_move_says_so_once(inputs: dict[str, Path], t
     assert "25 of 25 trainable weights have not moved" in warning and "and 20 more" in warning
 
 
+def _check_modes(folders: list[Path]) -> None:
+    """Whoever the umask lets read, reads: a served model is often read by another user of the same group."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl"} <= {path.name for path in files}
+    wrong = {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o677 != 0o640}
+    assert not wrong
+
+
 def _check_export(folder: Path, inputs: dict[str, Path]) -> None:
     from openrlhf.data.packed_batch import pack_rows
 
-    config = worker.make_config(folder, inputs["model"], inputs["data"])
-    backend = worker.train_in_place(config)
+    config = worker.make_config(folder, inputs["model"], inputs["data"], ckpt={"save_steps": 5, "save_hf": True})
+    before = os.umask(0o027)
+    try:
+        backend = worker.train_in_place(config)
+    finally:
+        os.umask(before)
+    _check_modes([Path(config.ckpt.output_dir), Path(config.ckpt.path)])
     rows = worker.plain_rows(inputs["model"], inputs["data"])[:3]
     batch = pack_rows([ids for ids, _ in rows], [torch.tensor(mask) for _, mask in rows])
     with torch.no_grad():
