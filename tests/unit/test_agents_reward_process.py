@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +16,7 @@ import pytest
 
 from openrlhf.agents.reward import PythonRewardSource, RewardFailure, RewardResult
 from openrlhf.config.errors import ConfigError
-
-PREAMBLE = "import asyncio, os, signal, subprocess, sys, time\n"
-
-
-def write(folder: Path, code: str) -> Path:
-    path = folder / "reward.py"
-    path.write_text(PREAMBLE + textwrap.dedent(code))
-    return path
-
-
-def line_of(path: Path, text: str) -> int:
-    return 1 + [text in line for line in path.read_text().splitlines()].index(True)
-
-
-def use(path: Path, job: Callable[[PythonRewardSource], Awaitable[Any]], **options: Any) -> Any:
-    """Runs ``job`` with a started source, which is closed afterwards."""
-
-    async def main() -> Any:
-        source = PythonRewardSource(path, **{"timeout": 20.0, "max_retries": 0, **options})
-        try:
-            await source.start()
-            async with asyncio.timeout(60):
-                return await job(source)
-        finally:
-            await source.close()
-
-    return asyncio.run(main())
-
-
-def score_one(path: Path, label: Any = None, **options: Any) -> Any:
-    return use(path, lambda source: source.score("question answer", "question", label), **options)
-
-
-def score_many(path: Path, labels: list[Any], **options: Any) -> list[Any]:
-    async def job(source: PythonRewardSource) -> list[Any]:
-        return await asyncio.gather(*[source.score(f"q{label}", "q", label) for label in labels])
-
-    return use(path, job, **options)
+from tests.reward_files import line_of, score_many, score_one, use, write
 
 
 def is_running(pid: int) -> bool:

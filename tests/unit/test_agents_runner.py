@@ -234,3 +234,58 @@ def test_a_dead_engine_is_no_failure_of_a_sample() -> None:
 def test_a_request_that_the_engine_refuses_is_a_failure_of_its_sample() -> None:
     trajectory = run(SingleTurnAgentExecutor(FixedReward(None)), ScriptedEngine(ValueError("prompt too long")))
     assert "prompt too long" in trajectory.failure
+
+
+def test_what_each_turn_earned_and_how_it_was_sampled_is_kept() -> None:
+    turns = {"action_ranges": [(1, 2), (3, 4)], "step_rewards": torch.tensor([0.25, 0.25])}
+    more = {"stop_reason": "environment", "weight_versions": [5, 6]}
+    trajectory = run(Returning({**GOOD, **turns, **more}))
+    assert trajectory.step_rewards == [0.25, 0.25]
+    assert trajectory.segments[0].weight_versions == [5, 6]
+    assert trajectory.segments[0].stop_reason == "environment"
+    assert run(Returning(GOOD)).step_rewards is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"step_rewards": [0.25, 0.25]}, "'step_rewards' has 2 entries for 1 action ranges"),
+        ({"step_rewards": [0.25]}, "'step_rewards' sum to 0.25, but 'reward' is 0.5"),
+        ({"step_rewards": [float("nan")]}, "'step_rewards' holds nan"),
+        ({"step_rewards": 0.5}, "'step_rewards' is float, not a list"),
+        ({"weight_versions": [1, 2]}, "'weight_versions' has 2 entries for 1 action ranges"),
+        ({"stop_reason": "bored"}, "'stop_reason' is 'bored', not one of stop, length, environment, error"),
+    ],
+)
+def test_turns_that_do_not_fit_the_ranges_fail_the_sample(extra: dict[str, Any], message: str) -> None:
+    trajectory = run(Returning({**GOOD, **extra}))
+    assert trajectory.reward is None
+    assert trajectory.step_rewards is None
+    assert message in trajectory.failure
+
+
+def test_a_changed_label_does_not_reach_other_samples_of_the_prompt() -> None:
+    label = {"answer": [3]}
+    run(Returning(lambda arguments: arguments["label"]["answer"].clear() or GOOD), label=label)
+    assert label == {"answer": [3]}
+
+
+def test_an_executor_that_cancels_itself_fails_its_sample_alone() -> None:
+    async def leave() -> None:
+        raise asyncio.CancelledError
+
+    assert "execute() cancelled itself" in run(Returning(lambda _: leave())).failure
+
+
+def test_tries_of_a_sample_share_its_time() -> None:
+    executor = Returning(lambda _: asyncio.sleep(60))
+    executor.retries = 5
+    assert run(executor, timeout=0.2).failure == "the sample took longer than 0.2 s"
+
+
+def test_a_try_that_succeeds_leaves_no_failure_behind() -> None:
+    outcomes = [ValueError("once"), {**GOOD, "reward": None}, GOOD]
+    executor = Returning(lambda _: outcomes.pop(0))
+    executor.retries = 3
+    trajectory = run(executor)
+    assert (trajectory.reward, trajectory.failure, outcomes) == (0.5, None, [])
