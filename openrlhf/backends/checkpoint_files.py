@@ -19,6 +19,7 @@ import torch.distributed as dist
 from openrlhf.backends.checkpoints import COMPLETE, OLD, PARTIAL, sweep
 from openrlhf.backends.distributed import raise_if_any
 from openrlhf.backends.moving_average import MovingAverage
+from openrlhf.backends.universal import UNIVERSAL, convert_to_universal, load_universal
 from openrlhf.config.errors import ConfigError
 
 TAG = "state"
@@ -144,13 +145,13 @@ def _layout(engine: Any) -> dict[str, Any]:
     }
 
 
-def _refuse_other_layout(folder: Path, written: dict[str, Any], running: dict[str, Any]) -> None:
+def _refuse_other_layout(folder: Path, written: dict[str, Any], running: dict[str, Any], any_ranks: bool) -> None:
     """Raises: ConfigError, naming both layouts and what to do."""
-    if written["ranks"] != running["ranks"]:
+    if written["ranks"] != running["ranks"] and not any_ranks:
         raise ConfigError(
             f"the checkpoint {folder} was written by {_ranks(written['ranks'])} and this run has "
             f"{_ranks(running['ranks'])}: ZeRO's state is split over the ranks, so resume on {written['ranks']}, or "
-            "start anew from an exported model"
+            "start anew from an exported model, or let the state be converted (--ds.use_universal_ckpt)"
         )
     for name in ("ZeRO stage", "dtype"):
         if written[name] != running[name]:
@@ -195,29 +196,54 @@ def _restore_average(average: MovingAverage, folder: Path, ranks: int) -> None:
     average.restore([torch.load(file, weights_only=True, mmap=True) for file in files], f"the checkpoint {folder}")
 
 
-def load_training_state(engine: Any, folder: Path, average: MovingAverage | None = None) -> dict[str, Any]:
-    """Puts weights, optimizer, scheduler and this rank's random state back; collective.
+def load_training_state(
+    engine: Any, folder: Path, average: MovingAverage | None = None, *, any_ranks: bool = False
+) -> dict[str, Any]:
+    """Puts weights, their average, optimizer, scheduler and this rank's random state back; collective.
 
     DeepSpeed unpickles its part of the folder: only one's own checkpoints may be loaded.
+
+    Args:
+        average: of the weights, where one is to go on.
+        any_ranks: another number of ranks may have written it. Its state is converted once, inside the folder. Where
+            the number differs, every rank goes on with the random state and the ``state`` of the writers' rank 0.
 
     Returns: the ``state`` that was saved.
 
     Raises:
         ConfigError: another number of ranks, another stage or another dtype has written it, or it holds no moving
             average where one is to go on.
-        RankError: the folder is missing or incomplete.
+        RankError: the folder is missing or incomplete, or its state cannot be converted.
     """
     problem: Exception | None = None
+    writers = 0
     try:
         if not (folder / COMPLETE).exists():
             raise FileNotFoundError(f"{folder} is not a complete checkpoint")
         layout = json.loads((folder / COMPLETE).read_text())
-        _refuse_other_layout(folder, layout, _layout(engine))
+        writers = layout["ranks"]
+        _refuse_other_layout(folder, layout, _layout(engine), any_ranks)
         if average is not None:
-            _restore_average(average, folder, layout["ranks"])
+            _restore_average(average, folder, writers)
     except (ConfigError, OSError, ValueError) as error:
         problem = error
     raise_if_any(f"loading the checkpoint {folder}", problem)
-    _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
-    _restore_random_state(torch.load(_rng_file(folder, dist.get_rank()), weights_only=True))
+    if engine.load_universal_checkpoint():
+        _convert_on_rank_0(folder)
+        client_state = load_universal(engine, folder)
+    else:
+        _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
+    source = dist.get_rank() if writers == dist.get_world_size() else 0
+    _restore_random_state(torch.load(_rng_file(folder, source), weights_only=True))
     return client_state["ours"]
+
+
+def _convert_on_rank_0(folder: Path) -> None:
+    """Raises: RankError, on all ranks."""
+    problem: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            convert_to_universal(folder / TAG, folder / UNIVERSAL)
+        except (OSError, RuntimeError) as error:
+            problem = error
+    raise_if_any(f"converting the checkpoint {folder} for another number of ranks", problem)

@@ -54,6 +54,7 @@ class DeepSpeedBackend:
         trainable: bool,
         fp16: bool = False,
         ema: bool = False,
+        any_ranks: bool = False,
     ) -> None:
         """Takes over what the two constructors below prepared.
 
@@ -62,6 +63,7 @@ class DeepSpeedBackend:
             stage: of ZeRO, as it really runs.
             fp16: steps may be skipped because the loss scale was too high.
             ema: a moving average of the weights is kept, from here on.
+            any_ranks: checkpoints of another number of ranks may be loaded.
         """
         self.model = model
         self.module: Any = unwrap(model)
@@ -71,6 +73,7 @@ class DeepSpeedBackend:
         self.world_size = dist.get_world_size()
         self._trainable = trainable
         self._fp16 = fp16
+        self._any_ranks = any_ranks
         self._engine = None if model is self.module else model
         # DeepSpeed has laid nothing out in buffers of its own.
         self._plain = self._engine is None or stage == 0
@@ -143,6 +146,7 @@ class DeepSpeedBackend:
             trainable=True,
             fp16=ds.param_dtype == "fp16",
             ema=ema,
+            any_ranks=ds.use_universal_ckpt,
         )
         if stage == 0:
             adamw.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
@@ -340,11 +344,11 @@ class DeepSpeedBackend:
         """Returns: the ``state`` that was given to ``save_checkpoint``.
 
         Raises:
-            ConfigError: another number of ranks, another ZeRO stage or another dtype has written it, or it holds no
-                moving average where one is kept.
+            ConfigError: another number of ranks (unless ``ds.use_universal_ckpt``), another ZeRO stage or another dtype
+                has written it, or it holds no moving average where one is kept.
             RankError: the folder is missing or incomplete.
         """
-        state = load_training_state(self._engine, Path(folder), self._average)
+        state = load_training_state(self._engine, Path(folder), self._average, any_ranks=self._any_ranks)
         self._movement, self._last_step = MovementWatch(self.module, self.device), None
         return state
 

@@ -75,6 +75,8 @@ def training_config(ds: Any, max_norm: float, device: torch.device, *, keep_whol
         # drift apart when there are several backwards a step.
         "managed_gradient_accumulation": False,
         "zero_allow_untested_optimizer": True,
+        # Without ZeRO nothing is split over ranks, and nothing has to be converted.
+        "checkpoint": {"load_universal": bool(ds.use_universal_ckpt and stage)},
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero_section(ds, stage, device, training=True, keep_whole=keep_whole),
         # fp32 without ZeRO has no optimizer of DeepSpeed's that would tell the norm: clipped by us.

@@ -1,0 +1,70 @@
+"""Checkpoints of ZeRO for another number of ranks, in DeepSpeed's universal format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Where the converted state stands inside a checkpoint, and where it is written first.
+UNIVERSAL, PARTIAL_UNIVERSAL = "universal", ".universal"
+
+# Less than the other ranks wait in the collective that follows.
+CONVERSION_S = 1500.0
+
+
+def convert_to_universal(state: Path, target: Path) -> None:
+    """Writes ZeRO's state of any number of ranks as one file for each weight; an existing ``target`` stays as it is.
+
+    DeepSpeed's converter runs in a process of its own: it prints, starts workers, and knows nothing of our ranks.
+
+    Args:
+        state: what ``engine.save_checkpoint`` wrote under one tag, on ZeRO 1, 2 or 3.
+        target: must be on the same file system; it takes some three times the room of the weights in float32.
+
+    Raises:
+        OSError: nothing can be written there.
+        RuntimeError: the converter failed or took too long; ``target`` does not exist then.
+    """
+    if target.is_dir():
+        return
+    partial = target.with_name(PARTIAL_UNIVERSAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    workers = str(min(os.cpu_count() or 1, 4))
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(state), "--output_folder", str(partial / UNIVERSAL)]
+    command += ["--num_extract_workers", workers, "--num_merge_workers", workers]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_S)
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines() or ["no word"]
+            raise RuntimeError(f"DeepSpeed's converter ended with status {done.returncode}: {lines[-1]}")
+        os.replace(partial / UNIVERSAL, target)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"DeepSpeed's converter took longer than {CONVERSION_S:.0f} s") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_universal(engine: Any, folder: Path) -> dict[str, Any]:
+    """Loads ``folder / UNIVERSAL`` into an engine whose config says ``load_universal``; collective.
+
+    Returns: DeepSpeed's client state, rank 0's of the run that wrote it.
+    """
+    groups = engine.optimizer.optimizer.param_groups
+    decays = [group["weight_decay"] for group in groups]
+    _, client_state = engine.load_checkpoint(str(folder), tag=UNIVERSAL)
+    for group, decay in zip(groups, decays, strict=True):
+        # On stage 3, DeepSpeed gives every group the first one's: norms and biases would decay.
+        group["weight_decay"] = decay
+    for state in engine.optimizer.optimizer.state.values():
+        # On stage 3, one counter is shared by all groups and would count each of them.
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
+    return client_state

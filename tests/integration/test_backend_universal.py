@@ -1,0 +1,126 @@
+"""Resuming on another number of ranks, through states that DeepSpeed converts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from openrlhf.models.value_head import HeadSpec
+from tests.integration import backend_worker as worker
+from tests.tiny_models import make_tiny_model
+
+STAGES = (("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2), ("bf16", 3))
+
+
+def _value_loss(backend: Any, batch: Any, tokens: int, index: int) -> torch.Tensor:
+    return torch.where(batch.action_mask, (backend.values(batch) - 0.5).square(), 0.0).sum() / tokens
+
+
+def _draws() -> tuple[float, ...]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def _make(model: Path, stage: int, dtype: str, **options: Any) -> Any:
+    return worker.make_backend(
+        model, stage, dtype=dtype, total_steps=4, ema=True, head=HeadSpec(fresh=True, seed=3), **options
+    )
+
+
+def _picture(backend: Any, folder: Path) -> dict[str, Any]:
+    """Weights and their average, whole."""
+    backend.save_hf(folder, ema=True)
+    torch.distributed.barrier()
+    return {"weights": worker.full_weights(backend), "average": load_file(folder / "model.safetensors")}
+
+
+def _go_on(backend: Any, folder: Path) -> dict[str, Any]:
+    trace = worker.train_with_backend(backend, range(2, 4), batch_loss=_value_loss, ema=True)
+    return {"trace": trace, **_picture(backend, folder)}
+
+
+def _stop(model: Path, root: Path) -> list[dict[str, Any]]:
+    """Trains two steps, saves, and goes on for two. Returns: what stood at the stop and at the end."""
+    found = []
+    for dtype, stage in STAGES:
+        backend = _make(model, stage, dtype)
+        worker.train_with_backend(backend, range(2), batch_loss=_value_loss, ema=True)
+        random.seed(backend.rank)
+        torch.manual_seed(100 + backend.rank)
+        numpy.random.seed(backend.rank)
+        backend.save_checkpoint(root / f"{dtype}-{stage}", {"step": 2})
+        case = {"stop": _picture(backend, root / "export"), "end": _go_on(backend, root / "export")}
+        found.append({**case, "draws": _after_seed(backend.rank)})
+    return found
+
+
+def _after_seed(rank: int) -> tuple[float, ...]:
+    random.seed(rank)
+    torch.manual_seed(100 + rank)
+    numpy.random.seed(rank)
+    return _draws()
+
+
+def _resume_elsewhere(model: Path, root: Path, expected: list[dict[str, Any]]) -> None:
+    for (dtype, stage), wanted in zip(STAGES, expected, strict=True):
+        case = f"{dtype}, stage {stage}"
+        for _ in range(2):  # the second time, what is converted stands there
+            backend = _make(model, stage, dtype, use_universal_ckpt=True)
+            assert backend.load_checkpoint(root / f"{dtype}-{stage}") == {"step": 2}, case
+            assert _draws() == wanted["draws"], case
+            assert not list((root / f"{dtype}-{stage}").glob(".universal"))
+        stop = _picture(backend, root / "export")
+        for kind in ("weights", "average"):
+            assert sorted(stop[kind]) == sorted(wanted["stop"][kind])
+            for name, tensor in wanted["stop"][kind].items():
+                assert torch.equal(stop[kind][name], tensor), f"{case}: {kind} {name} at the stop"
+        end = _go_on(backend, root / "export")
+        exact = dtype == "fp32"
+        for key in ("losses", "norms", "rates"):
+            wanted_trace = wanted["end"]["trace"][key]
+            assert end["trace"][key] == pytest.approx(wanted_trace, rel=1e-5 if exact else 2e-2, abs=1e-6), case
+        for kind in ("weights", "average"):
+            for name, tensor in wanted["end"][kind].items():
+                error = (end[kind][name].float() - tensor.float()).abs()
+                # Ranks add gradients up in bf16; a step of Adam may then differ by as much as it is long.
+                bound = 1e-6 if exact else 2 * worker.LR + 0.01 * tensor.abs().float()
+                assert bool((error <= bound).all()), f"{case}: {kind} {name} at the end"
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_on_another_number_of_ranks_with_the_random_state_of_rank_0(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    expected = worker.run_ranks(_stop, before, model, tmp_path)[0]
+    worker.run_ranks(_resume_elsewhere, after, model, tmp_path, expected)
+
+
+def _resume_broken(model: Path, folder: Path) -> str:
+    from openrlhf.backends.distributed import RankError
+
+    backend = _make(model, 2, "fp32", use_universal_ckpt=True)
+    with pytest.raises(RankError) as caught:
+        backend.load_checkpoint(folder)
+    return str(caught.value)
+
+
+def _save(model: Path, folder: Path) -> None:
+    _make(model, 2, "fp32").save_checkpoint(folder, {})
+
+
+def test_a_state_that_cannot_be_converted_stops_every_rank_with_one_sentence(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    folder = tmp_path / "global_step1"
+    worker.run_ranks(_save, 2, model, folder)
+    for path in (folder / "state").glob("*optim_states.pt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    for said in worker.run_ranks(_resume_broken, 2, model, folder):
+        assert said.startswith(f"converting the checkpoint {folder} for another number of ranks failed on rank 0: ")
+        assert "DeepSpeed's converter ended with status 1" in said and "\n" not in said
+    assert not list(folder.glob("*universal*"))
