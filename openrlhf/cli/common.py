@@ -25,6 +25,7 @@ from openrlhf.config.flags import flags_of
 from openrlhf.config.parse import print_note
 from openrlhf.data.errors import DataError
 from openrlhf.utils.errors import RunError
+from openrlhf.utils.termination import EXIT_STATUS, Terminated, raise_on_sigterm
 
 USER_ERRORS = (ConfigError, DataError)
 
@@ -36,14 +37,25 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
     """Runs a command from its flags.
 
     A mistake of the user's ends in one sentence on stderr and exit status 2, a run that cannot go on in one and exit
-    status 1, anything else in its traceback.
+    status 1, Ctrl-C and SIGTERM in one and the status that a shell gives them (130, 143), anything else in its
+    traceback.
 
     Args:
         command: its name.
         target: ``module:function`` that gets the config; None for a command that the checks refuse.
         argv: flags; None takes the process's own.
     """
-    words = sys.argv[1:] if argv is None else argv
+    raise_on_sigterm()
+    try:
+        _run(command, target, sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt as stop:
+        how, status = ("terminated", EXIT_STATUS) if isinstance(stop, Terminated) else ("interrupted", 130)
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            print(f"openrlhf {command}: {how}", file=sys.stderr, flush=True)
+        sys.exit(status)
+
+
+def _run(command: str, target: str | None, words: Sequence[str]) -> None:
     try:
         config = prepare(command, words)
         if isinstance(config, TrainingConfig):
@@ -58,9 +70,6 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
         _call(str(target), config)
     except USER_ERRORS as error:
         _leave(command, error, status=2)
-    except KeyboardInterrupt:
-        print(f"openrlhf {command}: interrupted", file=sys.stderr)
-        sys.exit(130)
     except Exception as error:
         if not isinstance(error, _run_errors()):
             raise

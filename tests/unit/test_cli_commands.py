@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from openrlhf.cli import common, main
 from openrlhf.cli.common import prepare, run_command
 from tests.unit.config_args import RL, SFT, make_files, words
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy")
 COMMANDS = ("train_sft", "train_rm", "train_dpo", "train_ppo_ray", "lora_combiner", "serve_rm")
 
@@ -179,6 +182,42 @@ def test_rows_longer_than_the_model_can_place_are_refused_before_anything_starts
     assert re.search("--data.max_len 2049 is longer than the 2048 tokens that .*model was", capsys.readouterr().err)
     with pytest.raises(ModuleNotFoundError, match="no_such_room"):
         run_command(command, "no_such_room:run", words(base, "--data.max_len", "2048", "--device", "cpu"))
+
+
+STOPPED_ROOM = """
+import time
+def run(config):
+    print("running", flush=True)
+    try:
+        time.sleep(30)
+    finally:
+        print("cleaning", flush=True)
+        time.sleep(1)
+        print("cleaned", flush=True)
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_sigterm_unwinds_the_run_once_and_is_said_in_one_line_for_all_ranks(rank, files):
+    (files / "stopped_room.py").write_text(STOPPED_ROOM)
+    code = "import sys; from openrlhf.cli.common import run_command; run_command('train_sft', 'stopped_room:run')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words(SFT, "--device", "cpu")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LOCAL_RANK": rank, "RANK": rank, "PYTHONPATH": f"{files}:{ROOT}"},
+    )
+    try:
+        assert process.stdout.readline() == "running\n"
+        process.terminate()
+        assert process.stdout.readline() == "cleaning\n"
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (143, "cleaned\n")
+    assert err == ("openrlhf train_sft: terminated\n" if rank == "0" else "")
 
 
 def test_fault_of_ours_keeps_its_traceback(files, monkeypatch):
