@@ -56,7 +56,7 @@ def mean_best_of_k(prompts: Sequence[Sequence[float]], ks: Iterable[int]) -> dic
         ValueError: as ``best_of_k``, with the prompt's place.
     """
     means = {}
-    for k in sorted(set(ks)):
+    for k in ks:
         values = []
         for place, scores in enumerate(prompts):
             try:

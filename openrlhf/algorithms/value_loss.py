@@ -52,7 +52,7 @@ def value_loss(
         # Inside the clip the two squares are equal but for rounding, which must not take a gradient away.
         clipped = (drift.abs() > clip) & (bound > (values.detach() - targets).square())
     error = values - targets
-    loss = torch.where(clipped, bound, torch.where(clipped, torch.zeros_like(error), error).square()) / 2
+    loss = torch.where(clipped, bound, error.square()) / 2
     wide_targets, wide_error = targets.double(), error.detach().double()
     stats = {
         "value_clip_fraction": clipped.double(),
