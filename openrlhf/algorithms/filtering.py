@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from openrlhf.algorithms.groups import group_statistics
 
 
-@dataclass(frozen=True)
-class GroupFilter:
-    """The verdict on M groups of N trajectories in all.
-
-    Attributes:
-        keep: bool [N], True for the trajectories to train on.
-        groups: M.
-        kept: groups that stay.
-    """
-
-    keep: torch.Tensor
-    groups: int
-    kept: int
-
-    @property
-    def pass_rate(self) -> float:
-        """Groups that stay over all; NaN without groups."""
-        return self.kept / self.groups if self.groups else math.nan
-
-
 def keep_groups(
     scores: torch.Tensor, scored: torch.Tensor, group_ids: torch.Tensor, low: float, high: float
-) -> GroupFilter:
+) -> tuple[torch.Tensor, float]:
     """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): keeps groups that have something to teach.
 
     A group stays where the mean of its scores lies inside the range, bounds excluded, and its scores are not all
@@ -44,6 +23,9 @@ def keep_groups(
         group_ids: int64 [N], equal for the samples of one prompt, in any order.
         low: lower bound, excluded, in the score's unit.
         high: upper bound, excluded.
+
+    Returns:
+        bool [N], True for the trajectories to train on; and the share of groups that stay, NaN without groups.
 
     Raises:
         ValueError: for a range with nothing inside, or a scored sample whose score is not a finite number.
@@ -57,4 +39,5 @@ def keep_groups(
     stats = group_statistics(scores.double(), scored, group_ids)
     # ``flat`` is True for a sample without a score, whose group may stay all the same.
     keep = (stats.mean > low) & (stats.mean < high) & ~stats.flat
-    return GroupFilter(keep, torch.unique(group_ids).numel(), torch.unique(group_ids[keep]).numel())
+    groups, kept = torch.unique(group_ids).numel(), torch.unique(group_ids[keep]).numel()
+    return keep, kept / groups if groups else math.nan
