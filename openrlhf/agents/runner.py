@@ -39,6 +39,7 @@ async def run_sample(
     tokenizer: Any,
     engine: Engine,
     timeout: float,
+    rewarded_by_model: bool = False,
 ) -> Trajectory:
     """Executes one sample.
 
@@ -46,6 +47,7 @@ async def run_sample(
         sampling_params: vLLM's; the executor gets a copy.
         max_length: tokens of prompt and response together.
         timeout: seconds that the whole sample may take.
+        rewarded_by_model: a reward model scores later what comes back without a reward, which is no failure then.
 
     Returns: a trajectory; where anything went wrong, in every try that ``executor.retries`` grants, its ``reward`` is
         None and ``failure`` says why.
@@ -79,7 +81,8 @@ async def run_sample(
                 llm_engine=engine,
                 images=prompt.images,
             )
-            fill_trajectory(trajectory, await _within(call, left, timeout), version)
+            returned = await _within(call, left, timeout)
+            fill_trajectory(trajectory, returned, version, rewarded_by_model=rewarded_by_model)
         except Exception as error:
             await engine.check_health()
             _clear(trajectory)
@@ -97,11 +100,14 @@ def _clear(trajectory: Trajectory) -> None:
     trajectory.reward, trajectory.score, trajectory.step_rewards = None, None, None
 
 
-def fill_trajectory(trajectory: Trajectory, returned: Any, weight_version: int) -> None:
+def fill_trajectory(
+    trajectory: Trajectory, returned: Any, weight_version: int, *, rewarded_by_model: bool = False
+) -> None:
     """Checks the dict of ``AgentExecutorBase.execute`` and writes it into ``trajectory``.
 
     Args:
         weight_version: version of the weights when the sample began.
+        rewarded_by_model: no reward and no ``failure`` leave both to a reward model.
 
     Raises: AgentError, naming the key, what was found and what is expected.
     """
@@ -124,7 +130,9 @@ def fill_trajectory(trajectory: Trajectory, returned: Any, weight_version: int) 
     trajectory.truncated = truncated
     trajectory.reward = reward
     if reward is None:
-        trajectory.failure = str(returned.get("failure") or "the agent returned no reward")
+        unrewarded = None if rewarded_by_model else "the agent returned no reward"
+        failure = returned.get("failure") or unrewarded
+        trajectory.failure = None if failure is None else str(failure)
     else:
         # Only a missing score falls back to the reward: 0.0 is a score.
         trajectory.score = reward if score is None else score

@@ -80,7 +80,8 @@ async def sample(engine: Engine, prompt_tokens: list[int], sampling_params: Any)
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """Samples one response to each prompt and asks ``reward_source`` for its reward."""
 
-    def __init__(self, reward_source: RewardSource) -> None:
+    def __init__(self, reward_source: RewardSource | None) -> None:
+        """Args: ``reward_source``: None leaves the reward to a reward model, which scores whole batches later."""
         self._reward_source = reward_source
 
     async def execute(
@@ -110,9 +111,6 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         sampled = await sample(llm_engine, prompt_tokens, sampling_params)
         tokens = prompt_tokens + sampled.tokens
         logprobs = None if sampled.logprobs is None else [0.0] * len(prompt_tokens) + sampled.logprobs
-        query = hf_tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        outcome = await self._reward_source.score(query, str(prompt), label)
-        failed = isinstance(outcome, RewardFailure)
         return {
             "prompt": prompt,
             "label": label,
@@ -120,10 +118,16 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             "observation_tokens": tokens,
             "action_ranges": [(len(prompt_tokens), len(tokens))],
             "rollout_log_probs": logprobs,
-            "reward": None if failed else outcome.reward,
-            "scores": None if failed else outcome.score,
-            "failure": outcome.reason if failed else None,
             "truncated": sampled.finish_reason == "length",
-            "extra_logs": {} if failed else outcome.extra_logs,
             "prompt_tokens_cut": cut,
+            **await self._reward(hf_tokenizer, tokens, str(prompt), label),
         }
+
+    async def _reward(self, tokenizer: Any, tokens: list[int], prompt: str, label: Any) -> dict[str, Any]:
+        if self._reward_source is None:
+            return {"reward": None}
+        query = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        outcome = await self._reward_source.score(query, prompt, label)
+        if isinstance(outcome, RewardFailure):
+            return {"reward": None, "failure": outcome.reason}
+        return {"reward": outcome.reward, "scores": outcome.score, "extra_logs": outcome.extra_logs}

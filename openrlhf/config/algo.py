@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
+Estimator = Literal["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"]
 LossAggregation = Literal["token_mean", "seq_mean", "constant"]
 
 # They compare the samples of one prompt with each other, so that one sample alone teaches nothing.
-GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo")
 # They scale advantages by their standard deviation over the batch, unless no_std_norm is set.
 WHITENING_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 
@@ -21,7 +21,7 @@ class AdvantageConfig:
     """Advantages from rewards."""
 
     estimator: Estimator = "gae"
-    """gae, reinforce (REINFORCE++), reinforce_baseline (REINFORCE++-baseline), rloo, group_norm (GRPO) or dr_grpo."""
+    """gae, reinforce (REINFORCE++), reinforce_baseline (REINFORCE++-baseline), rloo, group_norm (GRPO), dr_grpo, opo"""
     gamma: float = 1.0
     """Discount of a reward for each token that the policy produced after it."""
     lambd: float = 1.0
@@ -50,6 +50,8 @@ class KLConfig:
     """Adapt the coefficient so that the KL comes near this value; unset keeps it fixed."""
     horizon: int = 10000
     """Samples over which the coefficient adapts."""
+    corrected: bool = False
+    """Weigh the KL in the loss by the probability ratio, so that its gradient stays right after the first update."""
 
     @property
     def enabled(self) -> bool:

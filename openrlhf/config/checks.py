@@ -91,5 +91,11 @@ def _with_absolute_paths(config: TrainingConfig) -> TrainingConfig:
     return dataclasses.replace(
         config,
         actor=dataclasses.replace(config.actor, model_name_or_path=absolute(config.actor.model_name_or_path)),
-        reward=dataclasses.replace(config.reward, remote_url=absolute(config.reward.remote_url)),
+        critic=dataclasses.replace(config.critic, model_name_or_path=absolute(config.critic.model_name_or_path)),
+        reward=dataclasses.replace(
+            config.reward,
+            remote_url=absolute(config.reward.remote_url),
+            model_name_or_path=",".join(absolute(name) for name in config.reward_models) or None,
+        ),
+        train=dataclasses.replace(config.train, agent_func_path=absolute(config.train.agent_func_path)),
     )

@@ -26,6 +26,7 @@ RESERVED_ENGINE_ARGUMENTS = {
 def check_rl(config: PPOConfig) -> None:
     """Raises ConfigError where flags of RL do not fit together."""
     check_reward_source(config)
+    check_losses(config)
     check_deadlines(config)
     check_groups(config)
     check_batches(config)
@@ -47,20 +48,39 @@ def check_rl(config: PPOConfig) -> None:
 def check_reward_source(config: PPOConfig) -> None:
     """Raises ConfigError unless exactly one source of rewards is given, in a form that is one."""
     url = config.reward.remote_url
-    sources = {
-        "--reward.remote_url": url,
-        "--reward.model_name_or_path": config.reward.model_name_or_path,
-        "--train.agent_func_path": config.train.agent_func_path,
-    }
-    given = [flag for flag, value in sources.items() if value]
-    if not given:
+    model, agent = config.reward.model_name_or_path, config.train.agent_func_path
+    if not (url or model or agent):
         raise ConfigError(
-            "No reward: give --reward.remote_url a Python file with reward_func(queries, prompts, labels)."
+            "No reward: give --reward.remote_url a Python file with reward_func(queries, prompts, labels) or the "
+            "address of a reward server, --reward.model_name_or_path a reward model, or --train.agent_func_path an "
+            "agent."
         )
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are given, but rewards come from one source; keep one.")
+    if url and (model or agent):
+        other = "--reward.model_name_or_path" if model else "--train.agent_func_path"
+        raise ConfigError(f"--reward.remote_url and {other} are given, but rewards come from one source; keep one.")
+    if agent and not agent.endswith(".py"):
+        raise ConfigError(f"--train.agent_func_path takes a Python file (.py), found {agent!r}.")
     if url and not url.endswith(".py") and not url.startswith(("http://", "https://")):
         raise ConfigError(f"--reward.remote_url takes a Python file (.py) or an http address, found {url!r}.")
+    if model and not config.reward_models:
+        raise ConfigError(f"--reward.model_name_or_path {model!r} names no model.")
+    if model and config.algo.dynamic_filtering_enable:
+        raise ConfigError(
+            "--algo.dynamic_filtering_enable judges groups as soon as they are sampled, by the scores of a reward "
+            "function or an agent; --reward.model_name_or_path scores them only afterwards. Leave one out."
+        )
+
+
+def check_losses(config: PPOConfig) -> None:
+    """Raises ConfigError where loss, aggregation and clip do not belong together."""
+    loss, aggregation = config.actor.policy_loss_type, config.algo.loss_aggregation
+    if loss in ("gspo", "gmpo") and aggregation not in (None, "seq_mean"):
+        raise ConfigError(
+            f"--actor.policy_loss_type {loss} has one ratio for each sequence, so its loss is a mean over sequences: "
+            f"leave out --algo.loss_aggregation {aggregation}."
+        )
+    if config.actor.dual_clip is not None and loss not in ("ppo", "gspo"):
+        raise ConfigError(f"--actor.dual_clip belongs to ppo and gspo, and --actor.policy_loss_type is {loss}.")
 
 
 def check_deadlines(config: PPOConfig) -> None:
@@ -139,6 +159,14 @@ def check_kl(config: PPOConfig) -> None:
         if kl.target is not None:
             raise ConfigError("--algo.kl.target adapts a coefficient that --algo.kl.init_coef 0 turned off; raise it.")
         return
+    if kl.corrected and not kl.use_loss:
+        raise ConfigError("--algo.kl.corrected weighs the KL in the loss; add --algo.kl.use_loss or leave it out.")
+    samples = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    if kl.target is not None and not (kl.target > 0 and 0.2 * samples < kl.horizon):
+        raise ConfigError(
+            f"--algo.kl.target {kl.target} must be above 0, and --algo.kl.horizon {kl.horizon} above a fifth of the "
+            f"{samples} samples of a rollout, or one step could turn the coefficient around."
+        )
     if kl.use_loss and kl.estimator == "k1":
         raise ConfigError(
             "--algo.kl.use_loss with --algo.kl.estimator k1 has an expected gradient of zero; take k2 or k3, or leave "

@@ -145,13 +145,16 @@ def check_paths(config: TrainingConfig) -> None:
     for name in (
         "model.model_name_or_path",
         "actor.model_name_or_path",
+        "critic.model_name_or_path",
         "reward.model_name_or_path",
         "ref.model_name_or_path",
     ):
         flag = flags_of(type(config)).get(name)
-        path = flag.value(config) if flag else None
-        if path and looks_local(path) and not Path(path, "config.json").is_file():
-            raise ConfigError(f"--{name} {path} is not a model folder: there is no config.json in it.")
+        # Several reward models stand in one flag.
+        for path in ((flag.value(config) or "") if flag else "").split(","):
+            path = path.strip()
+            if path and looks_local(path) and not Path(path, "config.json").is_file():
+                raise ConfigError(f"--{name} {path} is not a model folder: there is no config.json in it.")
     if isinstance(config, PPOConfig):
         for name, path in (
             ("reward.remote_url", config.reward.remote_url),
@@ -159,28 +162,36 @@ def check_paths(config: TrainingConfig) -> None:
         ):
             if path and path.endswith(".py") and not Path(path).is_file():
                 raise ConfigError(f"--{name} {path}: there is no such file (looked from {os.getcwd()}).")
-            if path and name == "reward.remote_url" and path.endswith(".py"):
-                check_reward_file(path)
+            if path and path.endswith(".py"):
+                check_binds(name, path, *USER_FILES[name])
     for name, folder in (("ckpt.output_dir", config.ckpt.output_dir), ("ckpt.path", config.ckpt.path)):
         check_writable(name, folder)
 
 
-def check_reward_file(path: str) -> None:
-    """Raises ConfigError where a Python file does not parse or does not bind reward_func. It is read, not run."""
+USER_FILES = {
+    "reward.remote_url": ("reward_func", "function reward_func(queries, prompts, labels)"),
+    "train.agent_func_path": ("AgentExecutor", "class AgentExecutor"),
+}
+"""Flags that take a Python file, the name that it has to bind, and how a message calls it."""
+
+
+def check_binds(flag: str, path: str, wanted: str, what: str) -> None:
+    """Raises ConfigError where a Python file does not parse or does not bind ``wanted``. It is read, not run."""
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"), filename=path)
     except (SyntaxError, ValueError, OSError) as error:
-        raise ConfigError(f"--reward.remote_url {path} is not a Python file that can be read: {error}.") from None
+        raise ConfigError(f"--{flag} {path} is not a Python file that can be read: {error}.") from None
     for node in ast.walk(tree):
         names = {
             ast.FunctionDef: lambda node: [node.name],
             ast.AsyncFunctionDef: lambda node: [node.name],
+            ast.ClassDef: lambda node: [node.name],
             ast.Name: lambda node: [node.id] if isinstance(node.ctx, ast.Store) else [],
             ast.alias: lambda node: [node.asname or node.name],
         }.get(type(node), lambda node: [])(node)
-        if "reward_func" in names or "*" in names:
+        if wanted in names or "*" in names:
             return
-    raise ConfigError(f"--reward.remote_url {path} has no function reward_func(queries, prompts, labels).")
+    raise ConfigError(f"--{flag} {path} has no {what}.")
 
 
 def looks_local(path: str) -> bool:

@@ -124,6 +124,16 @@ class PPOConfig(TrainingConfig):
     ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
     logger: LoggerConfig = field(default_factory=lambda: logger_of("openrlhf_train_ppo"))
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained."""
+        return self.algo.advantage.estimator == "gae"
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Folders or hub names of the reward models."""
+        return [name.strip() for name in (self.reward.model_name_or_path or "").split(",") if name.strip()]
+
 
 @dataclass(frozen=True)
 class LoraCombinerConfig(BaseConfig):

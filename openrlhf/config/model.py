@@ -9,6 +9,8 @@ import tyro
 
 from openrlhf.config.optimizer import OptimizerConfig, adamw
 
+PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo", "gmpo"]
+
 # Optimizer flags stand directly under their owner: --actor.adam.lr, and --adam.lr in the supervised commands.
 OwnOptimizer = Annotated[OptimizerConfig, tyro.conf.arg(name="")]
 
@@ -102,8 +104,8 @@ class ActorConfig(PlacementConfig):
     """Separate lower and upper PPO clip; replaces eps_clip."""
     dual_clip: float | None = None
     """Bound on the loss of samples with negative advantage, as a multiple of it; above 1."""
-    policy_loss_type: Literal["ppo", "gspo"] = "ppo"
-    """Policy loss: ppo (ratio of each token) or gspo (ratio of each sequence)."""
+    policy_loss_type: PolicyLoss = "ppo"
+    """Policy loss: ppo (ratio of each token), gspo (ratio of each sequence), cispo, sapo or gmpo."""
     aux_loss_coef: float = 0.0
     """Weight of the router balancing loss of mixture-of-experts models."""
     entropy_coef: float | None = None
@@ -127,6 +129,8 @@ class CriticConfig(PlacementConfig):
 
     model_name_or_path: str | None = None
     """Folder or hub name; unset takes the reward model, or else the policy."""
+    fresh_head: bool = False
+    """Draw a new value head for --critic.model_name_or_path, which must have one otherwise."""
     value_clip: float = 0.5
     """How far a value may move from its old one inside the value loss."""
     freezing_steps: int = -1

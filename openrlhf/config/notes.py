@@ -66,7 +66,7 @@ RL = (
         "without --algo.advantage.estimator gae",
     ),
     Dependent(
-        ("ref.*", "algo.kl.estimator", "algo.kl.use_loss"),
+        ("ref.*", "algo.kl.estimator", "algo.kl.use_loss", "algo.kl.corrected"),
         lambda c: c.algo.kl.enabled,
         "while --algo.kl.init_coef is 0: there is no reference model",
     ),
@@ -75,9 +75,10 @@ RL = (
         lambda c: c.algo.advantage.estimator == "gae" or c.reward.model_name_or_path is not None,
         "without a critic (--algo.advantage.estimator gae) or a --reward.model_name_or_path",
     ),
+    Dependent(("ckpt.best_metric_key",), lambda c: c.eval.dataset is not None, "without --eval.dataset"),
     Dependent(("algo.kl.horizon",), lambda c: c.algo.kl.target is not None, "without --algo.kl.target"),
     Dependent(
-        ("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload", "reward.normalize_enable"),
+        ("reward.num_nodes", "reward.num_gpus_per_node", "reward.offload", "reward.normalize_enable", "reward.combine"),
         lambda c: c.reward.model_name_or_path is not None,
         "without --reward.model_name_or_path",
     ),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from openrlhf.config.model import PlacementConfig
+
+Combine = Literal["sum", "mean", "min", "max"]
 
 
 @dataclass(frozen=True)
@@ -12,9 +15,11 @@ class RewardConfig(PlacementConfig):
     """Rewards and what is done to them."""
 
     model_name_or_path: str | None = None
-    """Folder or hub name of a reward model."""
+    """Folder or hub name of a reward model; several are separated by commas."""
+    combine: Combine = "sum"
+    """What becomes of the scores of several reward models: sum, mean, min or max."""
     remote_url: str | None = None
-    """Python file with reward_func(queries, prompts, labels), or URL of a reward server."""
+    """Python file with reward_func(queries, prompts, labels), or URLs of reward servers, separated by commas."""
     timeout: float = 300.0
     """Seconds that one call of the reward source may take; all tries together stay below --train.step_timeout."""
     max_retries: int = 2
@@ -22,7 +27,7 @@ class RewardConfig(PlacementConfig):
     workers: int = 4
     """Processes beside each engine that run the reward function."""
     normalize_enable: bool = False
-    """Normalise the reward model's scores by their running mean and deviation."""
+    """Normalise each reward model's scores by the mean and deviation that its config stores."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Bounds that rewards are clipped to, after the group baseline."""
     overlong_buffer_len: float | None = None

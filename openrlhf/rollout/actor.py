@@ -7,8 +7,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.agents.base import AgentError
-from openrlhf.agents.reward import PythonRewardSource
+from openrlhf.agents.base import AgentError, AgentExecutorBase
+from openrlhf.agents.loading import load_executor
+from openrlhf.agents.reward import PythonRewardSource, RewardSource
+from openrlhf.agents.reward_http import HttpRewardSource
 from openrlhf.agents.runner import run_sample
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor, fit_prompt
 from openrlhf.data.prompts import PromptRecord
@@ -59,17 +61,22 @@ class AgentSpec:
 
     Attributes:
         tokenizer: folder or hub name.
-        reward_file: Python file with ``reward_func``.
-        reward_timeout: seconds of one call of it.
+        agent_file: Python file with a class ``AgentExecutor``; None samples one response to each prompt.
+        reward_source: Python file with ``reward_func``, or URLs of reward servers; None where the agent or a reward
+            model gives the rewards.
+        rewarded_by_model: a reward model scores afterwards what has no reward yet.
+        reward_timeout: seconds of one call of the source.
         reward_retries: further tries after a failed call.
-        reward_workers: processes that run it.
+        reward_workers: processes that run a reward function.
         sample_timeout: seconds that one sample may take from prompt to reward.
     """
 
     tokenizer: str
     use_fast_tokenizer: bool
     trust_remote_code: bool
-    reward_file: str
+    agent_file: str | None
+    reward_source: str | None
+    rewarded_by_model: bool
     reward_timeout: float
     reward_retries: int
     reward_workers: int
@@ -93,14 +100,13 @@ class RolloutActor:
         self._tokenizer = load_tokenizer(
             spec.tokenizer, use_fast=spec.use_fast_tokenizer, trust_remote_code=spec.trust_remote_code
         )
-        self._reward = PythonRewardSource(
-            spec.reward_file,
-            timeout=spec.reward_timeout,
-            max_retries=spec.reward_retries,
-            workers=spec.reward_workers,
-        )
-        await self._reward.start()
-        self._executor = SingleTurnAgentExecutor(self._reward)
+        self._reward = _reward_source(spec)
+        if self._reward is not None:
+            await self._reward.start()
+        if spec.agent_file is not None:
+            self._executor: AgentExecutorBase = load_executor(spec.agent_file)
+        else:
+            self._executor = SingleTurnAgentExecutor(self._reward)
         self._engine = VllmEngine(self._engine_spec)
         await self._engine.start()
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
@@ -168,6 +174,7 @@ class RolloutActor:
             tokenizer=self._tokenizer,
             engine=self._engine,
             timeout=self._agent_spec.sample_timeout,
+            rewarded_by_model=self._agent_spec.rewarded_by_model,
         )
 
     async def begin_update(self) -> None:
@@ -184,5 +191,19 @@ class RolloutActor:
 
     async def stop(self) -> None:
         """Ends engine and reward processes."""
-        await self._reward.close()
+        if self._reward is not None:
+            await self._reward.close()
         self._engine.shutdown()
+
+
+def _reward_source(spec: AgentSpec) -> RewardSource | None:
+    if spec.reward_source is None:
+        return None
+    if spec.reward_source.startswith(("http://", "https://")):
+        return HttpRewardSource(spec.reward_source, timeout=spec.reward_timeout, max_retries=spec.reward_retries)
+    return PythonRewardSource(
+        spec.reward_source,
+        timeout=spec.reward_timeout,
+        max_retries=spec.reward_retries,
+        workers=spec.reward_workers,
+    )

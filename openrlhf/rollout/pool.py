@@ -30,13 +30,15 @@ class RolloutPool:
         self._limit = samples_in_flight
         self._timeout = timeout
 
-    def stream(self, requests: Sequence[GroupRequest]) -> Iterator[list[Trajectory]]:
+    def stream(self, waiting: deque[GroupRequest]) -> Iterator[list[Trajectory]]:
         """Yields the trajectories of one group at a time, in the order in which groups finish.
+
+        Args:
+            waiting: emptied as engines have room; more may be put in while the stream runs.
 
         Raises:
             RunError: an engine died, failed, or nothing finished in time.
         """
-        waiting = deque(requests)
         unfinished = [0] * len(self.engines)
         running: dict[Any, tuple[int, GroupRequest]] = {}
         while waiting or running:

@@ -14,7 +14,15 @@ from tqdm import tqdm
 
 LOG_INTERVAL_S = 30.0
 
-PHASES = {"rollout": "roll", "logprobs": "logp", "advantages": "adv", "update": "upd", "sync": "sync"}
+PHASES = {
+    "rollout": "roll",
+    "reward": "rew",
+    "logprobs": "logp",
+    "advantages": "adv",
+    "update": "upd",
+    "sync": "sync",
+    "evaluation": "eval",
+}
 """Phases of an RL step in the order in which they come, with their short names; each has a metric ``time/<phase>``."""
 
 

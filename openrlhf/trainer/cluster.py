@@ -155,21 +155,35 @@ class Place:
 
 def role_sizes(config: PPOConfig) -> dict[str, int]:
     """Returns: workers of every role that this run starts; no reference model where the KL coefficient is 0."""
-    sizes = {"actor": config.actor.num_nodes * config.actor.num_gpus_per_node}
-    if config.algo.kl.init_coef > 0:
-        sizes["ref"] = config.ref.num_nodes * config.ref.num_gpus_per_node
+    sizes = {"actor": config.actor.world_size}
+    if config.algo.kl.enabled:
+        sizes["ref"] = config.ref.world_size
+    if config.has_critic:
+        sizes["critic"] = config.critic.world_size
+    sizes |= dict.fromkeys(reward_roles(config), config.reward.world_size)
     sizes["engine"] = config.vllm.num_engines
     return sizes
 
 
+def reward_roles(config: PPOConfig) -> list[str]:
+    """Returns: the roles of the reward models, in the order of their names."""
+    count = len(config.reward_models)
+    return ["reward"] if count == 1 else [f"reward {number}" for number in range(count)]
+
+
 def colocated_roles(config: PPOConfig) -> list[tuple[str, ...]]:
     """Returns: the roles, those that share places together in one tuple."""
-    roles = tuple(role_sizes(config))
-    if config.train.colocate_all:
-        return [roles]
-    if config.train.colocate_actor_ref and "ref" in roles:
-        return [("actor", "ref"), ("engine",)]
-    return [(role,) for role in roles]
+    train, roles = config.train, list(role_sizes(config))
+    together: list[tuple[str, ...]] = []
+    if train.colocate_all:
+        together.append(tuple(role for role in roles if role != "engine" or not train.async_enable))
+    else:
+        if train.colocate_actor_ref:
+            together.append(tuple(role for role in roles if role in ("actor", "ref")))
+        if train.colocate_critic_reward:
+            together.append(tuple(role for role in roles if role == "critic" or role.startswith("reward")))
+    shared = [group for group in together if group]
+    return shared + [(role,) for role in roles if not any(role in group for group in shared)]
 
 
 def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
@@ -189,8 +203,8 @@ def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
             unit = "GPUs" if on_gpu else "CPU places"
             raise RunError(
                 f"{' + '.join(roles)} need {count} {unit}, the Ray cluster has {ray.available_resources()} free of "
-                f"{ray.cluster_resources()}: lower --actor.num_gpus_per_node, --ref.num_gpus_per_node or "
-                "--vllm.num_engines, or share places with --train.colocate_all"
+                f"{ray.cluster_resources()}: lower --vllm.num_engines or --<role>.num_gpus_per_node "
+                "(actor, ref, critic, reward), or share places with --train.colocate_all"
             ) from error
         for role in roles:
             places[role] = [Place(group, index, 1.0 / len(roles), on_gpu) for index in range(sizes[role])]

@@ -10,7 +10,10 @@ import torch
 from openrlhf.algorithms.advantages import AdvantageInputs, compute_advantages
 from openrlhf.algorithms.aggregate import count_units, sum_by_row
 from openrlhf.algorithms.kl import kl_per_token
-from openrlhf.config import AlgoConfig
+from openrlhf.algorithms.metric_sums import MetricSums
+from openrlhf.algorithms.rollout_correction import correction_weights
+from openrlhf.algorithms.shaping import overlong_penalty, stop_properly
+from openrlhf.config import AdvantageConfig, AlgoConfig
 from openrlhf.data.batching import plan_micro_batches
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows, take_rows
 from openrlhf.data.trajectory import Trajectory
@@ -64,10 +67,68 @@ def build_experience(trajectories: Sequence[Trajectory]) -> Experience:
     return experience
 
 
-def add_advantages(experience: Experience, algo: AlgoConfig, reward_clip: tuple[float, float], kl_coef: float) -> None:
-    """Fills the token fields ``advantages`` and ``returns`` from rewards, groups and, where it is there, the KL.
+@dataclass(frozen=True)
+class RewardShaping:
+    """What is done to a trajectory's reward before it becomes an advantage.
 
-    The batch must have ``old_logprobs``, and ``ref_logprobs`` where there is a reference model.
+    Attributes:
+        clip: bounds, after the group baseline.
+        stop_properly_coef: for truncated trajectories: in [0, 1] it scales the reward, a negative one replaces it.
+        overlong_buffer: last tokens of ``max_new_tokens`` in which a penalty grows up to ``overlong_factor``.
+    """
+
+    clip: tuple[float, float]
+    stop_properly_coef: float | None = None
+    overlong_buffer: float | None = None
+    overlong_factor: float = 1.0
+    max_new_tokens: int | None = None
+
+
+def shaped_rewards(trajectories: Sequence[Trajectory], shaping: RewardShaping) -> torch.Tensor:
+    """Returns: float64 [M], the reward of each trajectory with the penalties for its length and for its end."""
+    rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
+    if shaping.stop_properly_coef is not None:
+        truncated = torch.tensor([trajectory.truncated for trajectory in trajectories])
+        rewards = stop_properly(rewards, truncated, shaping.stop_properly_coef)
+    if shaping.overlong_buffer is not None:
+        lengths = torch.tensor([trajectory.response_length for trajectory in trajectories])
+        rewards = rewards + overlong_penalty(
+            lengths, shaping.max_new_tokens, shaping.overlong_buffer, shaping.overlong_factor
+        )
+    return rewards
+
+
+def _turn_rewards(experience: Experience, rewards: torch.Tensor) -> torch.Tensor | None:
+    """[T], rewards of an environment at the last token of the turn that earned each; None where there are no turns.
+
+    What the shaping changed stands on the last token, so that the sum is the trajectory's reward.
+    """
+    trajectories = experience.trajectories
+    if all(trajectory.step_rewards is None for trajectory in trajectories):
+        return None
+    placed = torch.zeros(experience.batch.tokens.numel(), dtype=rewards.dtype)
+    starts = experience.batch.cu_seqlens.tolist()
+    for index, trajectory in enumerate(trajectories):
+        first = experience.first_row[index]
+        ends = [
+            (starts[first + number] + stop - 1, stop > start)
+            for number, segment in enumerate(trajectory.segments)
+            for start, stop in segment.action_ranges
+        ]
+        last = next(end for end, sampled in reversed(ends) if sampled)
+        steps = trajectory.step_rewards or []
+        for (end, sampled), reward in zip(ends, steps, strict=False):
+            placed[end if sampled else last] += reward
+        placed[last] += rewards[index] - sum(steps)
+    return placed
+
+
+def add_advantages(experience: Experience, algo: AlgoConfig, shaping: RewardShaping, kl_coef: float) -> None:
+    """Fills the token fields ``advantages`` and ``returns`` from rewards, groups and, where they are there, KL and
+    values.
+
+    The batch must have ``old_logprobs``, ``ref_logprobs`` where there is a reference model, and ``old_values`` where
+    there is a critic.
     """
     batch = experience.batch
     kl = None
@@ -78,9 +139,10 @@ def add_advantages(experience: Experience, algo: AlgoConfig, reward_clip: tuple[
             batch.action_mask,
             algo.kl.estimator,
         )
-    rewards = torch.tensor([trajectory.reward for trajectory in experience.trajectories], dtype=torch.float32)
+    rewards = shaped_rewards(experience.trajectories, shaping)
+    placed = _turn_rewards(experience, rewards)
     inputs = AdvantageInputs(
-        rewards=rewards,
+        rewards=rewards.float(),
         scored=torch.ones(rewards.numel(), dtype=torch.bool),
         group_ids=torch.tensor([trajectory.group_id for trajectory in experience.trajectories]),
         mask=batch.action_mask,
@@ -88,11 +150,33 @@ def add_advantages(experience: Experience, algo: AlgoConfig, reward_clip: tuple[
         kl=kl,
         kl_coef=kl_coef,
         gamma=algo.advantage.gamma,
-        reward_clip=reward_clip,
+        lambd=algo.advantage.lambd,
+        values=batch.token_fields.get("old_values"),
+        token_rewards=None if placed is None else placed.float(),
+        reward_clip=shaping.clip,
         whiten_std=not algo.advantage.no_std_norm,
     )
     advantages, returns = compute_advantages(algo.advantage.estimator, inputs)
     batch.token_fields["advantages"], batch.token_fields["returns"] = advantages, returns
+
+
+def add_correction(experience: Experience, advantage: AdvantageConfig) -> MetricSums:
+    """Fills the token field ``correction_weights`` from the engine's log-probs and ``old_logprobs``.
+
+    Returns: sums over the tokens that the engine gave log-probs for.
+    """
+    batch = experience.batch
+    weights, sums = correction_weights(
+        advantage.is_correction_type,
+        batch.token_fields["old_logprobs"],
+        batch.token_fields["rollout_logprobs"],
+        batch.action_mask,
+        experience.bounds(),
+        *advantage.is_correction_threshold,
+        known=batch.row_fields["has_rollout_logprobs"][batch.row_of_token()],
+    )
+    batch.token_fields["correction_weights"] = weights
+    return sums
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from openrlhf.algorithms.aggregate import Aggregation, aggregate
-from openrlhf.algorithms.kl import KLEstimator, kl_loss
-from openrlhf.algorithms.policy_loss import MetricSums, ppo
+from openrlhf.algorithms.aggregate import Aggregation, aggregate, mask_out
+from openrlhf.algorithms.kl import KLEstimator, corrected_kl_loss, kl_loss
+from openrlhf.algorithms.metric_sums import MetricSums
+from openrlhf.algorithms.policy_loss import PolicyLossInputs
+from openrlhf.algorithms.policy_loss import policy_loss as token_losses
 from openrlhf.backends.base import Backend, StepResult, TokenScores
 from openrlhf.data.packed_batch import PackedBatch
 
@@ -18,13 +21,17 @@ class PolicyLossSpec:
     """The policy's loss, apart from the data.
 
     Attributes:
-        clip_low, clip_high, dual_clip: of PPO.
+        name: of the loss, in ``POLICY_LOSSES``.
+        clip_low, clip_high, dual_clip: of it.
         aggregation: how token losses become one number.
         constant: tokens that aggregation "constant" counts for each trajectory.
         kl_estimator: of the KL in the loss; None where it is in the reward or there is none.
         temperature: that the samples were drawn at.
+        kl_corrected: weighs the KL in the loss by the probability ratio.
+        entropy_coef: of the entropy bonus; None measures no entropy.
     """
 
+    name: str
     clip_low: float
     clip_high: float
     dual_clip: float | None
@@ -32,6 +39,8 @@ class PolicyLossSpec:
     constant: float
     kl_estimator: KLEstimator | None
     temperature: float
+    kl_corrected: bool = False
+    entropy_coef: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,39 +64,64 @@ def policy_loss(
     """This micro-batch's part of the loss.
 
     Args:
-        scores: of the policy being trained.
+        scores: of the policy being trained, with entropies where ``spec`` has a coefficient for them.
         batch: with the token fields ``old_logprobs`` and ``advantages``, ``ref_logprobs`` where the KL is in the loss,
-            and the row field ``trajectory_tokens``.
+            ``correction_weights`` under a rollout correction, and the row field ``trajectory_tokens``.
 
     Returns:
         The part, and sums over the trained tokens for the metrics.
     """
     mask, fields = batch.action_mask, batch.token_fields
-    losses, sums = ppo(
-        scores.logprobs,
-        fields["old_logprobs"],
-        fields["advantages"],
-        mask,
-        spec.clip_low,
-        spec.clip_high,
-        spec.dual_clip,
+    losses, sums = token_losses(
+        spec.name,
+        PolicyLossInputs(
+            logprobs=scores.logprobs,
+            old_logprobs=fields["old_logprobs"],
+            advantages=fields["advantages"],
+            mask=mask,
+            cu_seqlens=batch.cu_seqlens,
+            clip_low=spec.clip_low,
+            clip_high=spec.clip_high,
+            dual_clip=spec.dual_clip,
+        ),
     )
+    if "correction_weights" in fields:
+        losses = losses * mask_out(fields["correction_weights"], mask)
+    more = {"policy_loss": losses.detach().sum()}
     total = losses
     if spec.kl_estimator is not None:
-        kl = kl_loss(scores.logprobs, fields.get("ref_logprobs"), mask, spec.kl_estimator)
-        total = losses + kl_coef * kl
-        sums = MetricSums({**sums.sums, "kl_loss": kl.detach().sum()}, sums.count)
-    sums = MetricSums({**sums.sums, "policy_loss": losses.detach().sum()}, sums.count)
-    part = aggregate(
-        total,
-        mask,
+        kl = _kl(scores.logprobs, batch, spec)
+        total = total + kl_coef * kl
+        more["kl_loss"] = kl.detach().sum()
+    if spec.entropy_coef is not None:
+        entropy = mask_out(scores.entropy, mask)
+        total = total - spec.entropy_coef * entropy
+        more["entropy"] = entropy.detach().sum()
+    return aggregate_part(total, batch, spec.aggregation, denominator, spec.constant), MetricSums(
+        {**sums.sums, **more}, sums.count
+    )
+
+
+def _kl(logprobs: torch.Tensor, batch: PackedBatch, spec: PolicyLossSpec) -> torch.Tensor:
+    fields, mask = batch.token_fields, batch.action_mask
+    if spec.kl_corrected:
+        return corrected_kl_loss(logprobs, fields["old_logprobs"], fields["ref_logprobs"], mask, spec.kl_estimator)
+    return kl_loss(logprobs, fields["ref_logprobs"], mask, spec.kl_estimator)
+
+
+def aggregate_part(
+    losses: torch.Tensor, batch: PackedBatch, mode: Aggregation, denominator: float, constant: float
+) -> torch.Tensor:
+    """This micro-batch's part of a loss: ``losses`` [T] over the units of the whole optimizer step."""
+    return aggregate(
+        losses,
+        batch.action_mask,
         batch.cu_seqlens,
-        spec.aggregation,
+        mode,
         denominator,
-        constant=spec.constant if spec.aggregation == "constant" else 1.0,
+        constant=constant if mode == "constant" else 1.0,
         row_tokens=batch.row_fields.get("trajectory_tokens"),
     )
-    return part, sums
 
 
 @dataclass(frozen=True)
@@ -109,15 +143,29 @@ class RankResult:
 
 
 def update_policy(backend: Backend, share: StepShare, spec: PolicyLossSpec) -> RankResult:
-    """Runs one optimizer step on this rank."""
+    """Runs one optimizer step of the policy on this rank."""
+
+    def part(batch: PackedBatch) -> tuple[torch.Tensor, MetricSums]:
+        scores = backend.forward(batch, temperature=spec.temperature, entropy=spec.entropy_coef is not None)
+        return policy_loss(scores, batch, spec, share.denominator, share.kl_coef)
+
+    return run_update(backend, share.micro_batches, part)
+
+
+def run_update(
+    backend: Backend, micro_batches: list[PackedBatch], part: Callable[[PackedBatch], tuple[torch.Tensor, MetricSums]]
+) -> RankResult:
+    """Accumulates the gradient over this rank's micro-batches and steps.
+
+    Args:
+        part: a micro-batch's part of the loss, and its sums for the metrics.
+    """
     loss = 0.0
     totals = MetricSums({}, 0.0)
-    for micro_batch in share.micro_batches:
-        batch = micro_batch.to(backend.device)
-        scores = backend.forward(batch, temperature=spec.temperature)
-        part, sums = policy_loss(scores, batch, spec, share.denominator, share.kl_coef)
-        backend.backward(part)
-        loss += float(part.detach())
+    for micro_batch in micro_batches:
+        value, sums = part(micro_batch.to(backend.device))
+        backend.backward(value)
+        loss += float(value.detach())
         totals = totals + sums
     result = backend.step()
     sums = {name: float(value) for name, value in totals.sums.items()}

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from openrlhf.algorithms.kl import KLEstimator, estimate_kl
-from openrlhf.algorithms.policy_loss import MetricSums
+from openrlhf.algorithms.metric_sums import MetricSums
+from openrlhf.algorithms.value_loss import explained_variance
 from openrlhf.backends.base import StepResult
 from openrlhf.data.trajectory import Trajectory
-from openrlhf.trainer.experience import Experience
+from openrlhf.trainer.experience import Experience, RewardShaping, shaped_rewards
 from openrlhf.trainer.policy_update import RankResult
 
 
@@ -27,20 +28,46 @@ def deviation(values: Sequence[float]) -> float:
 
 
 @dataclass
+class UpdateLog:
+    """The optimizer steps of one model in one rollout step."""
+
+    losses: list[float] = field(default_factory=list)
+    steps: list[StepResult] = field(default_factory=list)
+    sums: MetricSums = field(default_factory=lambda: MetricSums({}, 0.0))
+
+    def add(self, results: Sequence[RankResult]) -> None:
+        """Takes one optimizer step as all ranks report it: parts of the loss and sums add up, the norm is shared."""
+        self.steps.append(results[0].step)
+        self.losses.append(math.fsum(result.loss for result in results))
+        for result in results:
+            self.sums = self.sums + MetricSums(result.sums, result.count)
+
+    def summary(self, role: str) -> dict[str, float]:
+        """Returns: the norm, the rate and the number of steps of the model ``role``."""
+        done = [step for step in self.steps if not step.skipped]
+        return {
+            f"{role}/grad_norm": mean([step.grad_norm for step in done]),
+            f"{role}/lr": self.steps[-1].lr,
+            f"{role}/updates": float(len(done)),
+            f"{role}/skipped_steps": float(len(self.steps) - len(done)),
+        }
+
+
+@dataclass
 class StepMetrics:
     """Collects the numbers of one step under their names (docs/metrics.md).
 
     Attributes:
         values: by name, finished numbers.
         trajectories: all samples of the step, those that could not be trained on too.
+        actor, critic: their optimizer steps.
     """
 
     values: dict[str, float] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
+    actor: UpdateLog = field(default_factory=UpdateLog)
+    critic: UpdateLog = field(default_factory=UpdateLog)
     _tokens: int = 0
-    _losses: list[float] = field(default_factory=list)
-    _steps: list[StepResult] = field(default_factory=list)
-    _sums: MetricSums = field(default_factory=lambda: MetricSums({}, 0.0))
 
     def add_trajectories(self, trajectories: Sequence[Trajectory]) -> None:
         """Takes what was sampled; a sample without a reward is counted and enters no mean of rewards."""
@@ -74,20 +101,30 @@ class StepMetrics:
             self.values["sync/logprob_gap"] = gap.mean().item()
             self.values["sync/logprob_gap_max"] = gap.max().item()
 
-    def add_experience(self, experience: Experience, estimator: KLEstimator) -> None:
-        """Takes the KL to the reference over the tokens that are trained, not clamped."""
+    def add_experience(self, experience: Experience, estimator: KLEstimator, shaping: RewardShaping) -> None:
+        """Takes the KL to the reference over the tokens that are trained, not clamped, and what shaping did."""
         batch = experience.batch
+        if shaping.stop_properly_coef is not None or shaping.overlong_buffer is not None:
+            self.values["reward/shaped_mean"] = shaped_rewards(experience.trajectories, shaping).mean().item()
         if "ref_logprobs" in batch.token_fields:
             fields = batch.token_fields
             kl = estimate_kl(fields["old_logprobs"] - fields["ref_logprobs"], estimator)
             self.values["kl/reference"] = kl[batch.action_mask].double().mean().item()
 
-    def add_update(self, results: Sequence[RankResult]) -> None:
-        """Takes one optimizer step as all ranks report it: parts of the loss and sums add up, the norm is shared."""
-        self._steps.append(results[0].step)
-        self._losses.append(math.fsum(result.loss for result in results))
-        for result in results:
-            self._sums = self._sums + MetricSums(result.sums, result.count)
+    def add_filter(self, kept: int, dropped: int) -> None:
+        """Takes the groups that dynamic filtering kept and took out."""
+        self.values["filter/dropped_groups"] = float(dropped)
+        self.values["filter/pass_rate"] = kept / (kept + dropped) if kept + dropped else math.nan
+
+    def add_correction(self, sums: MetricSums) -> None:
+        """Takes how far the engine's probabilities lie from the trainer's, and what the correction did."""
+        means = sums.means()
+        self.values |= {
+            "correction/touched": means["correction_touched"],
+            "correction/weight": means["correction_weight"],
+            "correction/rollout_minus_old": means["rollout_minus_old"],
+            "correction/ratio_max": float(sums.maxima["correction_ratio"]),
+        }
 
     def finish(self, seconds: float) -> None:
         """Closes the step.
@@ -95,20 +132,34 @@ class StepMetrics:
         Args:
             seconds: that the whole step took.
         """
-        means = self._sums.means()
-        done = [step for step in self._steps if not step.skipped]
+        if self.actor.steps:
+            self.values |= self._policy()
+        if self.critic.steps:
+            self.values |= self._critic()
         self.values |= {
-            "policy/loss": mean(self._losses),
-            "policy/ppo_kl": means.get("ppo_kl", math.nan),
-            "policy/clip_fraction": means.get("clip_fraction", math.nan),
-            "policy/ratio_mean": means.get("ratio_mean", math.nan),
-            "actor/grad_norm": mean([step.grad_norm for step in done]),
-            "actor/lr": self._steps[-1].lr,
-            "actor/updates": float(len(done)),
-            "actor/skipped_steps": float(len(self._steps) - len(done)),
             "time/step": seconds,
             "throughput/tokens_per_s": self._tokens / seconds,
             "throughput/response_tokens_per_s": sum(t.response_length for t in self.trajectories) / seconds,
         }
-        if "kl_loss" in means:
-            self.values["policy/kl_loss"] = means["kl_loss"]
+
+    def _policy(self) -> dict[str, float]:
+        means = self.actor.sums.means()
+        values = {
+            "policy/loss": mean(self.actor.losses),
+            "policy/ppo_kl": means.get("ppo_kl", math.nan),
+            "policy/clip_fraction": means.get("clip_fraction", math.nan),
+            "policy/ratio_mean": means.get("ratio_mean", math.nan),
+        }
+        values |= {f"policy/{name}": means[name] for name in ("kl_loss", "entropy") if name in means}
+        return values | self.actor.summary("actor")
+
+    def _critic(self) -> dict[str, float]:
+        means = self.critic.sums.means()
+        values = {
+            "critic/loss": mean(self.critic.losses),
+            "critic/clip_fraction": means["value_clip_fraction"],
+            "critic/value_mean": means["value_mean"],
+            "critic/return_mean": means["return_mean"],
+            "critic/explained_variance": explained_variance(means),
+        }
+        return values | self.critic.summary("critic")

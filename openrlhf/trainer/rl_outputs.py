@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Console
 from openrlhf.tracking.report import write_report
 from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
-from openrlhf.trainer.controller import Position, RLController
+from openrlhf.trainer.best import BestModel
+from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
@@ -41,6 +42,8 @@ class OutputSettings:
         fixed: what a resumed run must share with the one it goes on from, by flag, since order, seeds and schedule
             follow from it.
         config_yaml: all settings.
+        save_critic: export the critic too, to ``<output_dir>_critic``.
+        save_ema: export the moving average of the policy too, to ``<output_dir>_ema``.
     """
 
     ckpt: PPOCkptConfig
@@ -49,6 +52,8 @@ class OutputSettings:
     timeout: float
     fixed: dict[str, Any]
     config_yaml: str
+    save_critic: bool = False
+    save_ema: bool = False
 
 
 class RLOutputs:
@@ -58,24 +63,23 @@ class RLOutputs:
         self,
         settings: OutputSettings,
         controller: RLController,
-        actor: WorkerGroup,
+        models: Models,
         tokenizer: Any,
         console: Console,
     ) -> None:
         self._settings = settings
         self._ckpt = settings.ckpt
         self._controller = controller
-        self._actor = actor
+        self._models = models
         self._tokenizer = tokenizer
         self._console = console
         self._folder = Path(settings.ckpt.output_dir)
         self._timeout = settings.timeout
-        self._store = CheckpointStore(
-            Path(settings.ckpt.path) / "_actor",
-            max_num=settings.ckpt.max_num,
-            max_mem_gb=settings.ckpt.max_mem,
-            exports=Path(settings.ckpt.path),
-        )
+        path = Path(settings.ckpt.path)
+        limits = {"max_num": settings.ckpt.max_num, "max_mem_gb": settings.ckpt.max_mem}
+        self._store = CheckpointStore(path / "_actor", **limits, exports=path)
+        self._critic_store = None if models.critic is None else CheckpointStore(path / "_critic", **limits)
+        self._best = BestModel(settings.ckpt.best_metric_key, path / "best_hf")
         self._trackers: MultiTracker | None = None
         self._rollouts: RolloutWriter | None = None
 
@@ -84,7 +88,7 @@ class RLOutputs:
 
         Raises: ConfigError, where the checkpoint belongs to a run with other settings.
         """
-        latest = self._store.latest() if self._ckpt.load_enable else None
+        latest = self._latest() if self._ckpt.load_enable else None
         if latest is not None:
             self._load(latest)
         elif self._ckpt.load_enable:
@@ -103,8 +107,14 @@ class RLOutputs:
         )
         self._rollouts = RolloutWriter(self._folder, resume_step=step)
 
+    def _latest(self) -> Path | None:
+        """The newest state of the actor; a critic must have one of the same step."""
+        critic = None if self._critic_store is None else {path.name for path in self._critic_store.complete()}
+        states = [path for path in self._store.complete() if critic is None or path.name in critic]
+        return states[-1] if states else None
+
     def _load(self, folder: Path) -> None:
-        state = self._actor.call("load_checkpoint", str(folder), timeout=self._timeout)[0]
+        state = self._models.actor.call("load_checkpoint", str(folder), timeout=self._timeout)[0]
         for flag, here in self._settings.fixed.items():
             there = state["fixed"].get(flag, here)
             if there != here:
@@ -112,9 +122,31 @@ class RLOutputs:
                     f"--ckpt.load_enable: {folder} was written with {flag} {there}, and this run has {here}: resume "
                     "with the same, or start anew without the flag."
                 )
-        self._controller.sampler.load_state_dict(state["sampler"])
-        self._controller.position = Position(**state["position"])
+        if self._critic_store is not None:
+            critic = self._critic_store.root / folder.name
+            self._models.critic.call("load_checkpoint", str(critic), timeout=self._timeout)
+        self._controller.load_state_dict(state["controller"])
+        self._best.load_state_dict(state["best"])
         self._console.note(f"resuming after step {self._controller.position.step} from {folder}")
+
+    def before_training(self) -> None:
+        """Evaluates the model that training starts from; a resumed run has done so."""
+        if self._controller.position.step == 0:
+            self._record_evaluation(0, self._controller.evaluate())
+
+    def _record_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        if not metrics:
+            return
+        with _naming_the_disk(f"writing the evaluation of step {step}"):
+            self._trackers.log(step, metrics)
+        self._console.note(f"evaluation after step {step}: {evaluation_line(metrics)}")
+        self._keep_best(step, metrics)
+
+    def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
+        if self._best.improves(step, metrics):
+            with _naming_the_disk(f"writing the best model, of step {step}"):
+                self._export(self._best.folder)
+                self._best.write()
 
     def after_step(self, metrics: StepMetrics) -> None:
         """Records a step and, where it is due, writes a checkpoint."""
@@ -126,14 +158,24 @@ class RLOutputs:
             self._rollouts.write(step, [self._record(sample) for sample in self._shown(metrics.trajectories)])
         if step % self._settings.logger.logging_steps == 0:
             self._console.step(step, metrics.values)
+        if any(name.startswith("eval/") for name in metrics.values):
+            self._console.note(f"evaluation after step {step}: {evaluation_line(metrics.values)}")
+            self._keep_best(step, metrics.values)
         every = self._ckpt.save_steps
         if every > 0 and step % every == 0:
             self._checkpoint(step)
 
     def finish(self) -> None:
-        """Exports the policy and writes the report."""
+        """Exports the policy, with what was asked for beside it, and writes the report."""
+        step = self._controller.position.step
+        if step and not self._controller.evaluated:
+            self._record_evaluation(step, self._controller.evaluate())
         with _naming_the_disk(f"writing the results to {self._folder}"):
             self._export(self._folder)
+            if self._settings.save_ema:
+                self._export(Path(f"{self._folder}_ema"), ema=True)
+            if self._settings.save_critic and self._models.critic is not None:
+                self._export_model(self._models.critic, Path(f"{self._folder}_critic"))
             self.close()
             report = write_report(self._folder, "Reinforcement learning")
         self._console.note(f"model, metrics and rollouts: {self._folder}; report: {report}")
@@ -153,18 +195,28 @@ class RLOutputs:
             if self._ckpt.save_hf:
                 self._export(self._store.export_folder(step))
             self._store.prune()
+            if self._critic_store is not None:
+                self._critic_store.prune()
 
     def _save_state(self, folder: Path) -> None:
         state = {
-            "position": asdict(self._controller.position),
-            "sampler": self._controller.sampler.state_dict(),
+            "controller": self._controller.state_dict(),
+            "best": self._best.state_dict(),
             "fixed": self._settings.fixed,
         }
-        self._actor.call("save_checkpoint", str(folder), state, timeout=self._timeout)
+        if self._critic_store is not None:
+            # Before the actor's, whose state is what a resumed run looks for.
+            critic = self._critic_store.root / folder.name
+            self._critic_store.sweep()
+            self._models.critic.call("save_checkpoint", str(critic), {}, timeout=self._timeout)
+        self._models.actor.call("save_checkpoint", str(folder), state, timeout=self._timeout)
         (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
 
-    def _export(self, folder: Path) -> None:
-        self._actor.call("save_hf", str(folder), timeout=self._timeout)
+    def _export(self, folder: Path, *, ema: bool = False) -> None:
+        self._export_model(self._models.actor, folder, ema)
+
+    def _export_model(self, group: WorkerGroup, folder: Path, ema: bool = False) -> None:
+        group.call("save_hf", str(folder), ema, timeout=self._timeout)
         self._tokenizer.save_pretrained(folder)
         (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
 
@@ -191,3 +243,10 @@ class RLOutputs:
             failure=trajectory.failure,
             extra_logs=trajectory.extra_logs,
         )
+
+
+def evaluation_line(metrics: Mapping[str, float]) -> str:
+    """Returns: the metrics of an evaluation in one line."""
+    return "  ".join(
+        f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items() if name.startswith("eval/")
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from ray.exceptions import RayError
 from openrlhf.backends.base import Backend
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.models.value_head import HeadSpec
 from openrlhf.rollout.transfer import Exchange, buckets, write_bucket
 from openrlhf.trainer.cluster import Place
 from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, StepShare, update_policy
+from openrlhf.trainer.value_update import ValueLossSpec, update_critic
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor, describe
 
@@ -32,6 +34,9 @@ class ModelSpec:
         total_steps: optimizer steps of the whole run, for the schedule.
         threads: of torch on a CPU.
         timeout: seconds that a collective waits for the other ranks.
+        head: of a critic or a reward model; None for a language model.
+        offload: the weights of a model that only answers stay in host memory between its forwards.
+        ema_beta: decay of a moving average of the weights; None keeps none.
     """
 
     model: str
@@ -46,6 +51,9 @@ class ModelSpec:
     full_determinism: bool = False
     threads: int = 1
     timeout: float = 1800.0
+    head: HeadSpec | None = None
+    offload: bool = False
+    ema_beta: float | None = None
 
 
 class TrainWorker:
@@ -88,10 +96,13 @@ class TrainWorker:
         if spec.full_determinism:
             make_deterministic()
         init_distributed(spec.device, spec.timeout)
+        self._offload, self._ema_beta = spec.offload, spec.ema_beta
         if spec.optimizer is None:
             self._backend = DeepSpeedBackend.for_inference(
-                spec.model, ds=spec.ds, device=spec.device, trust_remote_code=spec.trust_remote_code
+                spec.model, ds=spec.ds, device=spec.device, trust_remote_code=spec.trust_remote_code, head=spec.head
             )
+            if spec.offload:
+                self._backend.offload()
         else:
             self._backend = DeepSpeedBackend.for_training(
                 spec.model,
@@ -103,20 +114,49 @@ class TrainWorker:
                 device=spec.device,
                 seed=spec.seed,
                 trust_remote_code=spec.trust_remote_code,
+                head=spec.head,
             )
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     def logprobs(self, micro_batches: list[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """Returns: float32 [T] of each micro-batch, on the CPU."""
+        return self._answers(
+            micro_batches, lambda batch: self._backend.forward(batch, temperature=temperature).logprobs
+        )
+
+    def values(self, micro_batches: list[PackedBatch]) -> list[torch.Tensor]:
+        """Returns: float32 [T] of each micro-batch, the value of the state before each token."""
+        return self._answers(micro_batches, self._backend.values)
+
+    def row_scores(self, micro_batches: list[PackedBatch]) -> list[torch.Tensor]:
+        """Returns: float32 [N] of each micro-batch, a score for each of its rows."""
+        return self._answers(micro_batches, self._backend.row_scores)
+
+    def statistics(self) -> tuple[float, float]:
+        """Returns: mean and standard deviation of a reward model's scores, as its config stores them."""
+        return self._backend.statistics
+
+    def _answers(
+        self, micro_batches: list[PackedBatch], ask: Callable[[PackedBatch], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        if self._offload:
+            self._backend.reload()
         with torch.no_grad():
-            return [
-                self._backend.forward(batch.to(self._backend.device), temperature=temperature).logprobs.float().cpu()
-                for batch in micro_batches
-            ]
+            answers = [ask(batch.to(self._backend.device)).float().cpu() for batch in micro_batches]
+        if self._offload:
+            self._backend.offload()
+        return answers
 
     def update(self, share: StepShare, spec: PolicyLossSpec) -> RankResult:
         """Runs this rank's share of one optimizer step; see ``update_policy``."""
-        return update_policy(self._backend, share, spec)
+        result = update_policy(self._backend, share, spec)
+        if self._ema_beta is not None and not result.step.skipped:
+            self._backend.ema_update(self._ema_beta)
+        return result
+
+    def update_critic(self, share: StepShare, spec: ValueLossSpec) -> RankResult:
+        """Runs this rank's share of one optimizer step; see ``update_critic``."""
+        return update_critic(self._backend, share, spec)
 
     def send_weights(self, engines: dict[str, Any], dtype: torch.dtype, version: int, timeout: float) -> int:
         """Hands the whole model to the engines, bucket by bucket. All ranks gather, rank 0 sends.
@@ -147,9 +187,9 @@ class TrainWorker:
             _on_all(engines, "end_update", manifest, version, timeout=timeout)
         return nbytes
 
-    def save_hf(self, folder: str) -> None:
-        """Writes a folder that transformers loads."""
-        self._backend.save_hf(Path(folder))
+    def save_hf(self, folder: str, ema: bool = False) -> None:
+        """Writes a folder that transformers loads; with ``ema`` of the moving average."""
+        self._backend.save_hf(Path(folder), ema=ema)
 
     def save_checkpoint(self, folder: str, state: dict[str, Any]) -> None:
         """Writes a state to go on from."""
@@ -172,6 +212,10 @@ def _on_all(engines: dict[str, Any], method: str, *args: Any, timeout: float) ->
             ray.get(call, timeout=timeout)
         except RayError as error:
             raise RunError(f"{name} did not take the weights: {describe(error)}") from error
+
+
+Dealt = tuple[list[list[PackedBatch]], list[list[list[int]]]]
+"""Micro-batches of each rank, and the rows of the whole batch that stand in each; see ``experience.deal``."""
 
 
 class WorkerGroup:
@@ -218,27 +262,35 @@ class WorkerGroup:
         )
         return self.call("setup", spec, master, timeout=timeout)
 
-    def logprobs(
-        self,
-        batch: PackedBatch,
-        dealt: tuple[list[list[PackedBatch]], list[list[list[int]]]],
-        temperature: float,
-        timeout: float,
-    ) -> torch.Tensor:
-        """Log-probs of every token of ``batch``, computed in the shares that ``deal`` made of all its rows.
+    def logprobs(self, batch: PackedBatch, dealt: Dealt, temperature: float, timeout: float) -> torch.Tensor:
+        """Returns: float32 [T], log-probs of every token of ``batch``, computed in the shares ``dealt`` of all rows."""
+        return self._per_token("logprobs", batch, dealt, timeout, temperature)
 
-        Returns:
-            float32 [T].
-        """
-        batches, rows = dealt
+    def values(self, batch: PackedBatch, dealt: Dealt, timeout: float) -> torch.Tensor:
+        """Returns: float32 [T], the value of the state before every token of ``batch``."""
+        return self._per_token("values", batch, dealt, timeout)
+
+    def row_scores(self, batch: PackedBatch, dealt: Dealt, timeout: float) -> torch.Tensor:
+        """Returns: float32 [N], a score for every row of ``batch``."""
+        scores = torch.zeros(batch.num_rows, dtype=torch.float32)
+        for values, rows in self._ask("row_scores", dealt, timeout):
+            scores[rows] = values[: len(rows)]
+        return scores
+
+    def _per_token(self, method: str, batch: PackedBatch, dealt: Dealt, timeout: float, *args: Any) -> torch.Tensor:
         result = torch.zeros(batch.tokens.numel(), dtype=torch.float32)
         starts = batch.cu_seqlens.tolist()
-        shares = self.call("logprobs", temperature, timeout=timeout, per_rank=batches)
-        for share, held in zip(shares, rows, strict=True):
-            for values, members in zip(share, held, strict=True):
-                offset = 0
-                for row in members:
-                    length = starts[row + 1] - starts[row]
-                    result[starts[row] : starts[row + 1]] = values[offset : offset + length]
-                    offset += length
+        for values, rows in self._ask(method, dealt, timeout, *args):
+            offset = 0
+            for row in rows:
+                length = starts[row + 1] - starts[row]
+                result[starts[row] : starts[row + 1]] = values[offset : offset + length]
+                offset += length
         return result
+
+    def _ask(self, method: str, dealt: Dealt, timeout: float, *args: Any) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Yields what a rank says of each micro-batch, with the rows that stand in it."""
+        batches, rows = dealt
+        shares = self.call(method, *args, timeout=timeout, per_rank=batches)
+        for share, held in zip(shares, rows, strict=True):
+            yield from zip(share, held, strict=True)

@@ -18,7 +18,7 @@ from openrlhf.config import AdamConfig, AlgoConfig, DeepSpeedConfig, KLConfig, O
 from openrlhf.config.algo import AdvantageConfig
 from openrlhf.data.batching import split_updates
 from openrlhf.data.trajectory import Segment, Trajectory
-from openrlhf.trainer.experience import Budget, add_advantages, build_experience, deal, denominator
+from openrlhf.trainer.experience import Budget, RewardShaping, add_advantages, build_experience, deal, denominator
 from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare, update_policy
 
 ROLLOUTS, PROMPTS, SAMPLES = 2, 3, 4
@@ -175,7 +175,7 @@ def product_run(folder: Path, case: Case, stage: int, budget: Budget) -> dict[st
     reference = DeepSpeedBackend.for_inference(folder, **common)
     kl = KLConfig(init_coef=case.kl_coef, use_loss=bool(case.kl_in_loss), estimator=case.kl_in_loss or "k1")
     algo = AlgoConfig(advantage=AdvantageConfig(estimator=case.estimator, gamma=case.gamma), kl=kl)
-    spec = PolicyLossSpec(*CLIP, None, case.aggregation, 16.0, case.kl_in_loss, TEMPERATURE)
+    spec = PolicyLossSpec("ppo", *CLIP, None, case.aggregation, 16.0, case.kl_in_loss, TEMPERATURE)
     losses, norms, rates, ratios = [], [], [], []
     for step, samples in enumerate(record_rollouts()):
         experience = build_experience(samples)
@@ -183,7 +183,7 @@ def product_run(folder: Path, case: Case, stage: int, budget: Budget) -> dict[st
         with torch.no_grad():
             fields["old_logprobs"] = backend.forward(experience.batch, temperature=TEMPERATURE).logprobs
             fields["ref_logprobs"] = reference.forward(experience.batch, temperature=TEMPERATURE).logprobs
-        add_advantages(experience, algo, (-10.0, 10.0), case.kl_coef)
+        add_advantages(experience, algo, RewardShaping((-10.0, 10.0)), case.kl_coef)
         for chosen in chosen_samples(step):
             rows = experience.rows_of(chosen)
             shares, _ = deal(experience.batch, rows, backend.world_size, budget, pad_token_id=0)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,16 +245,16 @@ def test_an_engine_never_holds_more_samples_than_it_was_promised(engines: list[A
 def test_a_group_above_the_limit_is_sampled_alone(engines: list[Any]) -> None:
     pool = _pool(engines[:1], [{}], seconds=[0.02], limit=4)
 
-    assert len(list(pool.stream(_requests([9, 2, 9])))) == 3
+    assert len(list(pool.stream(deque(_requests([9, 2, 9]))))) == 3
     assert _seen(engines[:1])[0][1] == 9
 
 
 def test_a_pool_serves_one_stream_after_the_other(engines: list[Any]) -> None:
     pool = _pool(engines)
 
-    assert list(pool.stream([])) == []
+    assert list(pool.stream(deque())) == []
     for _ in range(3):
-        assert sorted(group[0].group_id for group in pool.stream(_requests([1] * 7))) == list(range(7))
+        assert sorted(group[0].group_id for group in pool.stream(deque(_requests([1] * 7)))) == list(range(7))
 
 
 def test_groups_that_do_not_finish_are_named_with_their_engines(engines: list[Any]) -> None:
@@ -261,7 +262,7 @@ def test_groups_that_do_not_finish_are_named_with_their_engines(engines: list[An
 
     said = re.escape("waited 4 s for 1 unfinished groups (first: [1]) of rollout engine 1 in vain")
     with pytest.raises(RunError, match=said):
-        list(pool.stream(_requests([1, 1, 1])))
+        list(pool.stream(deque(_requests([1, 1, 1]))))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_an_engine_that_fails_in_the_middle_is_named_and_nothing_hangs(
     start = time.monotonic()
 
     with pytest.raises(RunError, match=said):
-        list(pool.stream(_requests([2, 2, 2])))
+        list(pool.stream(deque(_requests([2, 2, 2]))))
 
     assert time.monotonic() - start < SOON
 

@@ -25,7 +25,11 @@ OTHER_DEFAULTS = {
     "vllm.num_engines": 1,
     "host": "127.0.0.1",
 }
-MORE_CHOICES = {"ds.param_dtype": {"fp32"}}
+MORE_CHOICES = {
+    "ds.param_dtype": {"fp32"},
+    "actor.policy_loss_type": {"cispo", "sapo", "gmpo"},
+    "algo.advantage.estimator": {"opo"},
+}
 
 
 def label(row: dict[str, str]) -> str:

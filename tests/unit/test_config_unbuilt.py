@@ -50,7 +50,7 @@ def test_flag_of_a_missing_feature_is_refused_by_name(command, name, plain):
 
 def test_every_flag_of_the_tables_exists():
     names = {name for tree in COMMANDS.values() for name in flags_of(tree)}
-    tables = (unbuilt.FLAGS, unbuilt.RL_FLAGS, unbuilt.GPU_FLAGS, unbuilt.OFF, unbuilt.BUILT_CHOICES)
+    tables = (unbuilt.FLAGS, unbuilt.RL_FLAGS, unbuilt.GPU_FLAGS, unbuilt.OFF)
     assert {name for table in tables for name in table} <= names
 
 
@@ -60,25 +60,13 @@ def test_command_that_does_not_exist_yet_says_so(command):
         check(COMMANDS[command]())
 
 
-def test_default_estimator_is_refused_with_those_that_exist():
-    base = {name: value for name, value in RL.items() if name != "--algo.advantage.estimator"}
-    with pytest.raises(ConfigError) as caught:
-        check(built("train_ppo_ray", base))
-    assert str(caught.value) == (
-        "--algo.advantage.estimator gae (the default) is not built yet; choose one of reinforce, reinforce_baseline, "
-        "rloo, group_norm, dr_grpo."
-    )
-
-
-def test_estimators_that_exist_are_those_of_the_algorithms():
+def test_estimators_and_losses_are_those_of_the_algorithms():
     from openrlhf.algorithms.advantages import ESTIMATORS
+    from openrlhf.algorithms.policy_loss import POLICY_LOSSES
 
-    assert set(unbuilt.BUILT_CHOICES["algo.advantage.estimator"]) == set(ESTIMATORS)
-
-
-def test_reward_server_is_refused():
-    with pytest.raises(ConfigError, match="--reward.remote_url: reward servers are not built yet"):
-        rl("--reward.remote_url", "http://host:5000/get_reward")
+    flags = flags_of(COMMANDS["train_ppo_ray"])
+    assert set(flags["algo.advantage.estimator"].choices) == set(ESTIMATORS)
+    assert set(flags["actor.policy_loss_type"].choices) == set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "openrlhf/trainer
 def test_every_documented_metric_is_computed():
     named = set(re.findall(r'"([a-z_]+/[a-z_]+)"', SOURCE))
     # Built from parts: the time of a phase, and what the supervised loop makes of a sum and of the data's part.
+    named |= {f"{role}/{what}" for role, what in re.findall(r'f"\{(role)\}/([a-z_]+)"', SOURCE)}
+    roles = ("actor", "critic")
+    named |= {f"{role}/{name.removeprefix('role/')}" for name in named if name.startswith("role/") for role in roles}
+    named |= {f"policy/{name}" for name in ("kl_loss", "entropy") if f'"{name}"' in SOURCE}
     named |= {f"time/{phase}" for phase in PHASES if f'"{phase}"' in SOURCE} | {"loss/train", "loss/eval"}
     assert len(DOCUMENTED) > 25
     assert DOCUMENTED - named == set()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from openrlhf.algorithms.policy_loss import MetricSums
+from openrlhf.algorithms.metric_sums import MetricSums
 from openrlhf.backends.base import StepResult, TokenScores
 from openrlhf.config import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.data.trajectory import Segment, Trajectory
-from openrlhf.trainer.controller import RLController
-from openrlhf.trainer.experience import Budget, add_advantages, build_experience, deal, denominator
+from openrlhf.trainer.controller import trainable
+from openrlhf.trainer.experience import Budget, RewardShaping, add_advantages, build_experience, deal, denominator
 from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, policy_loss
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.utils.errors import RunError
@@ -67,7 +66,7 @@ def _loss_of(experience: Any, budget: Budget, ranks: int, mode: str) -> tuple[fl
     batch.token_fields["old_logprobs"] = logprobs + 0.3 * torch.randn(logprobs.numel(), generator=generator)
     batch.token_fields["ref_logprobs"] = logprobs + 0.3 * torch.randn(logprobs.numel(), generator=generator)
     batch.token_fields["place"] = torch.arange(logprobs.numel())
-    spec = PolicyLossSpec(0.2, 0.28, None, mode, 7.0, "k3", 1.0)
+    spec = PolicyLossSpec("ppo", 0.2, 0.28, None, mode, 7.0, "k3", 1.0)
     rows = list(range(batch.num_rows))
     units = denominator(experience, rows, mode)
     leaf = logprobs.requires_grad_()
@@ -87,7 +86,7 @@ def test_loss_and_gradient_do_not_depend_on_how_segments_are_dealt_out(mode: str
         experience = build_experience(samples)
         experience.batch.token_fields["old_logprobs"] = torch.zeros(experience.batch.tokens.numel())
         algo = AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=0.0))
-        add_advantages(experience, algo, (-10.0, 10.0), 0.0)
+        add_advantages(experience, algo, RewardShaping((-10.0, 10.0)), 0.0)
         return experience
 
     whole, gradient = _loss_of(fresh(), Budget(64, None), 1, mode)
@@ -113,8 +112,8 @@ def test_metrics_of_an_update_are_means_over_all_tokens_of_all_ranks() -> None:
     metrics.add_trajectories([trajectory(0, 0)])
     step = StepResult(grad_norm=2.0, skipped=False, lr=0.1)
     ranks = [RankResult(step, 0.25, {"ppo_kl": 3.0}, 3.0), RankResult(step, 0.5, {"ppo_kl": 1.0}, 1.0)]
-    metrics.add_update(ranks)
-    metrics.add_update([RankResult(StepResult(math.nan, True, 0.1), 0.25, {"ppo_kl": 0.0}, 4.0)])
+    metrics.actor.add(ranks)
+    metrics.actor.add([RankResult(StepResult(math.nan, True, 0.1), 0.25, {"ppo_kl": 0.0}, 4.0)])
     metrics.finish(2.0)
     assert metrics.values["policy/ppo_kl"] == pytest.approx(4 / 8)
     assert metrics.values["policy/loss"] == pytest.approx((0.75 + 0.25) / 2)
@@ -126,11 +125,9 @@ def test_metrics_of_an_update_are_means_over_all_tokens_of_all_ranks() -> None:
 def test_a_step_without_one_trainable_sample_stops_with_the_most_frequent_reason() -> None:
     samples = [Trajectory(0, n, "p", None, [], failure="the judge is down") for n in range(3)]
     samples.append(Trajectory(0, 3, "p", None, [], failure="another"))
-    controller = SimpleNamespace(position=SimpleNamespace(step=4))
     with pytest.raises(RunError, match="none of the 4 samples of step 5 .* 3 of them: the judge is down"):
-        RLController._trainable(controller, samples)
-    kept = RLController._trainable(controller, [*samples, trajectory(1, 0)])
-    assert [sample.group_id for sample in kept] == [1]
+        trainable(samples, 5)
+    assert [sample.group_id for sample in trainable([*samples, trajectory(1, 0)], 5)] == [1]
 
 
 def test_seeds_of_different_places_differ() -> None:

@@ -1,0 +1,67 @@
+"""Which evaluation was the best so far, and where its model is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config import ConfigError
+
+NONE = "none"
+BEST_FILE = "best.json"
+
+_PASS1 = re.compile(r"eval/.*_pass1")
+
+
+class BestModel:
+    """Watches one metric of the evaluations; the higher the better."""
+
+    def __init__(self, key: str, folder: Path) -> None:
+        """
+        Args:
+            key: --ckpt.best_metric_key: a metric, with "/" or "_" after "eval"; empty takes the first pass1; "none"
+                keeps nothing.
+            folder: of the exported model.
+        """
+        self._key = key
+        self.folder = folder
+        self._best: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns: the best evaluation so far."""
+        return {"best": self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to where ``state`` was taken."""
+        self._best = state["best"]
+
+    def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Takes an evaluation. Returns: whether it is the best so far; of equal ones the first.
+
+        Raises: ConfigError, where the evaluation has no such metric.
+        """
+        name = self._metric(metrics)
+        if name is None or (self._best is not None and metrics[name] <= self._best["value"]):
+            return False
+        self._best = {"metric": name, "value": metrics[name], "step": step}
+        return True
+
+    def write(self) -> None:
+        """Says beside the model what it is the best of."""
+        (self.folder / BEST_FILE).write_text(json.dumps(self._best) + "\n")
+
+    def _metric(self, metrics: Mapping[str, float]) -> str | None:
+        found = [name for name in metrics if name.startswith("eval/")]
+        if self._key == NONE:
+            return None
+        if not self._key:
+            return next((name for name in found if _PASS1.fullmatch(name)), None)
+        for name in found:
+            if self._key in (name, name.replace("/", "_")):
+                return name
+        raise ConfigError(
+            f"--ckpt.best_metric_key {self._key}: the evaluation has no such metric; it has {', '.join(found)}."
+        )

@@ -1,0 +1,168 @@
+"""What each part of an RL run needs to know, taken from the settings in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openrlhf.algorithms.policy_loss import DEMANDED_AGGREGATION
+from openrlhf.config import PPOConfig, to_flags_yaml
+from openrlhf.models.loading import DTYPES
+from openrlhf.rollout.actor import Sampling
+from openrlhf.trainer.controller import LoopSettings
+from openrlhf.trainer.evaluation import EvalSettings
+from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.policy_update import PolicyLossSpec
+from openrlhf.trainer.rl_outputs import OutputSettings
+from openrlhf.trainer.sampling import SamplingSettings
+from openrlhf.trainer.updates import UpdateSettings
+from openrlhf.trainer.value_update import ValueLossSpec
+from openrlhf.utils.seeds import derive_seed
+
+# Sets the seeds of evaluation apart from those of training, whose groups have the same numbers.
+_EVAL_STREAM = 7919
+
+
+def aggregation_of(config: PPOConfig) -> str:
+    """Returns: how token losses become one number; what the loss or the estimator asks for where no flag says."""
+    if config.algo.loss_aggregation is not None:
+        return config.algo.loss_aggregation
+    demanded = DEMANDED_AGGREGATION.get(config.actor.policy_loss_type)
+    if demanded is not None:
+        return demanded
+    return "constant" if config.algo.advantage.estimator == "dr_grpo" else "token_mean"
+
+
+def policy_loss_spec(config: PPOConfig) -> PolicyLossSpec:
+    """Returns: the policy's loss."""
+    actor, kl = config.actor, config.algo.kl
+    low, high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
+    return PolicyLossSpec(
+        name=actor.policy_loss_type,
+        clip_low=low,
+        clip_high=high,
+        dual_clip=actor.dual_clip,
+        aggregation=aggregation_of(config),
+        constant=_response_limit(config),
+        kl_estimator=kl.estimator if kl.use_loss and kl.enabled else None,
+        temperature=config.rollout.temperature,
+        kl_corrected=kl.corrected,
+        entropy_coef=actor.entropy_coef or None,
+    )
+
+
+def value_loss_spec(config: PPOConfig) -> ValueLossSpec | None:
+    """Returns: the critic's loss; None without a critic."""
+    if not config.has_critic:
+        return None
+    return ValueLossSpec(config.critic.value_clip, aggregation_of(config), _response_limit(config))
+
+
+def _response_limit(config: PPOConfig) -> float:
+    return float(config.rollout.max_new_tokens or config.data.max_len)
+
+
+def reward_shaping(config: PPOConfig) -> RewardShaping:
+    """Returns: what is done to rewards."""
+    reward = config.reward
+    return RewardShaping(
+        clip=reward.clip_range,
+        stop_properly_coef=reward.stop_properly_penalty_coef,
+        overlong_buffer=reward.overlong_buffer_len,
+        overlong_factor=reward.overlong_penalty_factor,
+        max_new_tokens=config.rollout.max_new_tokens,
+    )
+
+
+def rollout_budget(config: PPOConfig) -> Budget:
+    """Returns: the size of a forward that computes log-probs, values or scores."""
+    train, rollout = config.train, config.rollout
+    if train.dynamic_batch_enable:
+        return Budget(None, rollout.max_tokens_per_gpu or train.max_tokens_per_gpu)
+    return Budget(rollout.micro_batch_size, None)
+
+
+def loop_settings(config: PPOConfig, pad_token_id: int) -> LoopSettings:
+    """Returns: what the loop needs."""
+    return LoopSettings(
+        algo=config.algo,
+        shaping=reward_shaping(config),
+        temperature=config.rollout.temperature,
+        budget=rollout_budget(config),
+        engine_dtype=DTYPES[config.ds.param_dtype],
+        pad_token_id=pad_token_id,
+        timeout=config.train.step_timeout,
+        eval_steps=config.eval.steps,
+    )
+
+
+def update_settings(config: PPOConfig, pad_token_id: int) -> UpdateSettings:
+    """Returns: how a rollout is trained on."""
+    train = config.train
+    budget = Budget(train.micro_batch_size, None)
+    if train.dynamic_batch_enable:
+        budget = Budget(None, train.max_tokens_per_gpu)
+    return UpdateSettings(
+        train=train,
+        policy_loss=policy_loss_spec(config),
+        value_loss=value_loss_spec(config),
+        freezing_steps=config.critic.freezing_steps if config.has_critic else 0,
+        budget=budget,
+        pad_token_id=pad_token_id,
+    )
+
+
+def sampling_settings(config: PPOConfig, *, seeded: bool) -> SamplingSettings:
+    """Returns: how rollouts are drawn.
+
+    Args:
+        seeded: every sample has a seed of its own, so that the run can be repeated.
+    """
+    algo = config.algo
+    return SamplingSettings(
+        rollout=config.rollout,
+        num_episodes=config.train.num_episodes,
+        seed=config.train.seed,
+        sample_seed=config.train.seed if seeded else None,
+        logprobs=algo.advantage.is_correction_enable,
+        filter_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
+    )
+
+
+def eval_settings(config: PPOConfig, *, seeded: bool) -> EvalSettings:
+    """Returns: how evaluation samples."""
+    seed = derive_seed(config.train.seed, _EVAL_STREAM) % 2**31 if seeded else None
+    sampling = Sampling(
+        config.eval.temperature, config.rollout.top_p, config.rollout.max_new_tokens, seed, logprobs=False
+    )
+    return EvalSettings(
+        samples=config.eval.n_samples_per_prompt,
+        sampling=sampling,
+        with_pass_rates=not config.reward.model_name_or_path,
+    )
+
+
+def output_settings(config: PPOConfig, num_prompts: int) -> OutputSettings:
+    """Returns: what is written."""
+    fixed: dict[str, Any] = {
+        "prompts": num_prompts,
+        "--train.seed": config.train.seed,
+        "--train.batch_size": config.train.batch_size,
+        "--train.max_epochs": config.train.max_epochs,
+        "--train.num_episodes": config.train.num_episodes,
+        "--train.enable_ema": config.train.enable_ema,
+        "--rollout.batch_size": config.rollout.batch_size,
+        "--rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+        "--actor.lr_scheduler": config.actor.optimizer.lr_scheduler,
+        "--actor.adam.lr": config.actor.optimizer.adam.lr,
+        "--algo.advantage.estimator": config.algo.advantage.estimator,
+    }
+    return OutputSettings(
+        ckpt=config.ckpt,
+        logger=config.logger,
+        save_samples=config.rollout.save_samples,
+        timeout=config.train.step_timeout,
+        fixed=fixed,
+        config_yaml=to_flags_yaml(config),
+        save_critic=config.critic.save_value_network,
+        save_ema=config.train.enable_ema,
+    )

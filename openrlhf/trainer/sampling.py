@@ -1,0 +1,159 @@
+"""Which prompts are asked next, and what of the answers is kept."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from openrlhf.algorithms.filtering import keep_groups
+from openrlhf.config import RolloutConfig
+from openrlhf.data.prompts import PromptDataset, PromptRecord
+from openrlhf.data.sampler import StatefulSampler
+from openrlhf.data.trajectory import Trajectory
+from openrlhf.rollout.actor import GroupRequest, Sampling
+from openrlhf.rollout.pool import RolloutPool
+from openrlhf.tracking.progress import Console
+
+_PROBE_PROMPTS = 8
+_PROBE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a rollout is drawn.
+
+    Attributes:
+        num_episodes: passes over the prompts.
+        seed: of the order of prompts.
+        sample_seed: from which each sample's own follows; None lets the engines draw.
+        logprobs: asks the engines for the log-probs of all samples.
+        filter_range: exclusive bounds of a group's mean score; None keeps every group.
+    """
+
+    rollout: RolloutConfig
+    num_episodes: int
+    seed: int
+    sample_seed: int | None
+    logprobs: bool
+    filter_range: tuple[float, float] | None
+
+
+@dataclass
+class Collected:
+    """One rollout.
+
+    Attributes:
+        trajectories: of the groups that are kept, in the order in which their prompts were drawn.
+        probes: samples for the comparison of log-probs, which nothing is trained on.
+        dropped: of the groups that the filter took out.
+    """
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    probes: list[Trajectory] = field(default_factory=list)
+    dropped: list[Trajectory] = field(default_factory=list)
+
+    def all_samples(self) -> list[Trajectory]:
+        """Returns: what was sampled for training, kept or not."""
+        return self.trajectories + self.dropped
+
+
+class RolloutCollector:
+    """Draws prompts, has them sampled, and says where in the data the run stands."""
+
+    def __init__(self, settings: SamplingSettings, prompts: PromptDataset, pool: RolloutPool, console: Console) -> None:
+        self._settings = settings
+        self._prompts = prompts
+        self._pool = pool
+        self._console = console
+        self._sampler = StatefulSampler(len(prompts), seed=settings.seed)
+        # Prompts drawn so far; numbers the groups, and seeds their samples.
+        self._groups = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns: where the run stands in its data."""
+        return {"sampler": self._sampler.state_dict(), "groups": self._groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to where ``state`` was taken."""
+        self._sampler.load_state_dict(state["sampler"])
+        self._groups = state["groups"]
+
+    def collect(self) -> Collected | None:
+        """Samples one rollout; under a filter every group that it takes out is replaced by the next prompt.
+
+        Never more groups are asked for than are still missing, so that nothing that the filter accepts is left over,
+        and which prompts are drawn does not depend on the order in which groups finish.
+
+        Returns: what was sampled, fewer groups than asked for at the end of the data; None where the data has ended.
+        """
+        indices = self._draw_batch()
+        if not indices:
+            return None
+        collected = Collected()
+        waiting = deque(self._requests(indices, with_probes=True))
+        total = len(indices) * self._settings.rollout.n_samples_per_prompt
+        with self._console.phase("rollout", total=total, unit="samples") as bar:
+            for group in self._pool.stream(waiting):
+                if group and group[0].group_id < 0:
+                    collected.probes += group
+                elif self._keeps(group):
+                    collected.trajectories += group
+                    bar.update(len(group))
+                else:
+                    collected.dropped += group
+                    waiting.extend(self._requests(self._draw(1), with_probes=False))
+        # Groups arrive as they finish; a fixed order keeps a seeded run repeatable.
+        for samples in (collected.trajectories, collected.probes, collected.dropped):
+            samples.sort(key=lambda trajectory: (trajectory.group_id, trajectory.sample_id))
+        return collected
+
+    def _draw_batch(self) -> list[int]:
+        size = self._settings.rollout.batch_size
+        indices = self._draw(size)
+        # Under a filter batches do not follow the episodes anyway, so a short one is filled up from the next.
+        while self._settings.filter_range is not None and indices and len(indices) < size:
+            more = self._draw(size - len(indices))
+            if not more:
+                break
+            indices += more
+        return indices
+
+    def _draw(self, count: int) -> list[int]:
+        """The next prompts of this episode, at most ``count``; those of the next one where it has ended."""
+        indices = self._sampler.next_batch(count)
+        if not indices and self._sampler.epoch + 1 < self._settings.num_episodes:
+            self._sampler.set_epoch(self._sampler.epoch + 1)
+            indices = self._sampler.next_batch(count)
+        return indices
+
+    def _keeps(self, group: Sequence[Trajectory]) -> bool:
+        bounds = self._settings.filter_range
+        if bounds is None or not group:
+            return True
+        scored = torch.tensor([t.reward is not None for t in group])
+        scores = torch.tensor([0.0 if t.score is None else t.score for t in group], dtype=torch.float64)
+        kept, _ = keep_groups(scores, scored, torch.zeros(len(group), dtype=torch.long), *bounds)
+        return bool(kept.any())
+
+    def _requests(self, indices: Sequence[int], *, with_probes: bool) -> list[GroupRequest]:
+        settings, rollout = self._settings, self._settings.rollout
+        first = self._groups
+        self._groups += len(indices)
+        prompts: list[PromptRecord] = [self._prompts[index] for index in indices]
+        requests = []
+        if with_probes:
+            # The nucleus of top_p renormalises log-probs, so what is compared is sampled from all tokens.
+            length = min(_PROBE_TOKENS, rollout.max_new_tokens or _PROBE_TOKENS)
+            probing = Sampling(rollout.temperature, 1.0, length, settings.sample_seed, logprobs=True)
+            for group, prompt in enumerate(prompts[:_PROBE_PROMPTS], start=first):
+                requests.append(GroupRequest(-1 - group, prompt, 1, probing, probe=True))
+        sampling = Sampling(
+            rollout.temperature, rollout.top_p, rollout.max_new_tokens, settings.sample_seed, settings.logprobs
+        )
+        for group, prompt in enumerate(prompts, start=first):
+            requests.append(GroupRequest(group, prompt, rollout.n_samples_per_prompt, sampling))
+        return requests
