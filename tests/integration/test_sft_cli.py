@@ -199,3 +199,35 @@ def test_one_process_killed_and_resumed_ends_bit_for_bit_where_an_unbroken_run_d
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     # One curve, in the folder of the run that was stopped.
     assert [path.name for path in (folder / "curves").iterdir()] == ["first"]
+
+
+def test_a_run_that_a_scheduler_ends_leaves_whole_files_no_lock_and_one_line(folder: Path) -> None:
+    process = start(ALONE, [*flags(folder, "ended"), "--train.max_epochs", "10000", "--logger.logging_steps", "1"], 0)
+    try:
+        wait_for_checkpoint(process, folder / "ended_states")
+        assert (folder / "ended" / ".lock").read_text().startswith(f"{process.pid} ")
+        second = subprocess.run(
+            [*ALONE, *flags(folder, "ended")], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+        assert second.returncode == 2
+        assert f"another run (process {process.pid} on" in second.stderr and "Traceback" not in second.stderr
+        process.terminate()
+        output, _ = process.communicate(timeout=GONE_S)
+    finally:
+        kill(process)
+    assert process.returncode == 143
+    assert output.splitlines()[-1] == "openrlhf train_sft: terminated" and "Traceback" not in output
+    assert not (folder / "ended" / ".lock").exists()
+    steps = [step for step, _ in losses(folder / "ended")]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 10
+
+
+def test_a_finished_run_that_is_started_again_says_that_nothing_is_left_and_keeps_its_model(
+    folder: Path, alone: str
+) -> None:
+    before, lines = exported(folder / "alone"), losses(folder / "alone")
+    output = finish(start(ALONE, flags(folder, "alone"), 0))
+    assert "nothing is left to train: the checkpoint stands at the last of 30 steps" in output
+    after = exported(folder / "alone")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert losses(folder / "alone") == lines
