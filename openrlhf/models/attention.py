@@ -110,6 +110,8 @@ def _segment_fits(config: PretrainedConfig, model_class: type) -> bool:
     return (
         model_class._supports_sdpa
         and model_class._supports_flash_attn
+        # Some look their kernels up in a table of their own, which does not know ours.
+        and model_class._supports_attention_backend
         and layer_types <= {"full_attention", "sliding_attention"}
         and text_config is config
         and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrlhf.config import ConfigError, kernels
+from openrlhf.data.packed_batch import pack_rows
 from openrlhf.models import attention
 from openrlhf.models.attention import choose_attention, segment_attention
+from openrlhf.models.forward import score_tokens
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.probe import plan_forward
 from tests.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -111,3 +116,20 @@ def test_a_kernel_asked_for_by_name_that_cannot_run_here_is_refused(monkeypatch:
     with pytest.raises(ConfigError, match="nonsense"):
         _choose("llama", "nonsense")
     assert _choose("llama", "eager") == "eager"
+
+
+@pytest.mark.parametrize(("family", "changes"), [("falcon", {}), ("stablelm", {"num_key_value_heads": 2})])
+def test_a_family_with_a_kernel_table_of_its_own_is_given_one_that_stands_in_it(
+    tmp_path: Path, family: str, changes: dict[str, int]
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100, **changes}
+    config = AutoConfig.for_model(family, bos_token_id=1, eos_token_id=2, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_causal_lm(tmp_path, dtype=torch.float32, device="cpu")
+    assert model.config._attn_implementation == "sdpa"
+    plan = plan_forward(model, packing_samples=True, device=CPU)
+    rows = [torch.arange(5, 18), torch.arange(40, 49)]
+    packed = score_tokens(model, pack_rows(rows, [torch.arange(row.numel()) > 0 for row in rows]), plan=plan).logprobs
+    for row, found in zip(rows, packed.split([13, 9]), strict=True):
+        expected = model(row[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, row[1:, None])[:, 0]
+        torch.testing.assert_close(found[1:], expected, rtol=0, atol=1e-5)
