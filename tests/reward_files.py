@@ -45,10 +45,11 @@ def score_one(path: Path, label: Any = None, **options: Any) -> Any:
     return use(path, lambda source: source.score("question answer", "question", label), **options)
 
 
-def score_many(path: Path, labels: list[Any], **options: Any) -> list[Any]:
-    """Scores a sample for each label, all at once."""
+def score_many(path: Path, labels: list[Any], answers: list[str] | None = None, **options: Any) -> list[Any]:
+    """Scores a sample for each label, all at once; the queries are the prompt "q" and then the answers or labels."""
 
     async def job(source: PythonRewardSource) -> list[Any]:
-        return await asyncio.gather(*[source.score(f"q{label}", "q", label) for label in labels])
+        pairs = zip(answers or labels, labels, strict=True)
+        return await asyncio.gather(*[source.score(f"q{answer}", "q", label) for answer, label in pairs])
 
     return use(path, job, **options)
