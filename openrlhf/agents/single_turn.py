@@ -124,10 +124,11 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         }
 
     async def _reward(self, tokenizer: Any, tokens: list[int], prompt: str, label: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"reward": None, "scores": None, "failure": None, "extra_logs": {}}
         if self._reward_source is None:
-            return {"reward": None}
+            return found
         query = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         outcome = await self._reward_source.score(query, prompt, label)
         if isinstance(outcome, RewardFailure):
-            return {"reward": None, "failure": outcome.reason}
-        return {"reward": outcome.reward, "scores": outcome.score, "extra_logs": outcome.extra_logs}
+            return found | {"failure": outcome.reason}
+        return found | {"reward": outcome.reward, "scores": outcome.score, "extra_logs": outcome.extra_logs}

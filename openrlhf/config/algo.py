@@ -16,6 +16,17 @@ GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"
 WHITENING_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 
 
+SEQUENCE_LOSSES = ("gspo", "gmpo")
+"""Policy losses with one ratio for each sequence, whose loss is a mean over sequences."""
+
+
+def default_aggregation(estimator: Estimator, policy_loss: str) -> LossAggregation:
+    """Returns: how token losses become one number where no flag says."""
+    if policy_loss in SEQUENCE_LOSSES:
+        return "seq_mean"
+    return "constant" if estimator == "dr_grpo" else "token_mean"
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     """Advantages from rewards."""
@@ -68,6 +79,6 @@ class AlgoConfig:
     dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
     """Exclusive bounds of a group's score."""
     loss_aggregation: Annotated[LossAggregation | None, tyro.conf.arg(metavar="{token_mean,seq_mean,constant}")] = None
-    """How token losses become one number: token_mean (also when unset), seq_mean, or constant (Dr. GRPO)."""
+    """How token losses become one number: token_mean, seq_mean or constant; unset takes what estimator and loss ask."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)

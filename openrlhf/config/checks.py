@@ -6,6 +6,7 @@ import dataclasses
 from datetime import datetime
 from pathlib import Path
 
+from openrlhf.config.algo import default_aggregation
 from openrlhf.config.checks_data import check_data
 from openrlhf.config.checks_rl import check_rl
 from openrlhf.config.checks_system import check_system
@@ -49,7 +50,8 @@ def resolve(config: Config) -> Config:
     config = _with_absolute_paths(dataclasses.replace(config, logger=logger, data=data))
     if not isinstance(config, PPOConfig):
         return config
-    algo = dataclasses.replace(config.algo, loss_aggregation=config.algo.loss_aggregation or "token_mean")
+    default = default_aggregation(config.algo.advantage.estimator, config.actor.policy_loss_type)
+    algo = dataclasses.replace(config.algo, loss_aggregation=config.algo.loss_aggregation or default)
     rollout = config.rollout
     if config.train.dynamic_batch_enable and rollout.max_tokens_per_gpu is None:
         rollout = dataclasses.replace(rollout, max_tokens_per_gpu=config.train.max_tokens_per_gpu)

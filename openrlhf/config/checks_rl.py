@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrlhf.config.algo import GROUP_ESTIMATORS
+from openrlhf.config.algo import GROUP_ESTIMATORS, SEQUENCE_LOSSES
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.model import PlacementConfig
@@ -74,7 +74,7 @@ def check_reward_source(config: PPOConfig) -> None:
 def check_losses(config: PPOConfig) -> None:
     """Raises ConfigError where loss, aggregation and clip do not belong together."""
     loss, aggregation = config.actor.policy_loss_type, config.algo.loss_aggregation
-    if loss in ("gspo", "gmpo") and aggregation not in (None, "seq_mean"):
+    if loss in SEQUENCE_LOSSES and aggregation not in (None, "seq_mean"):
         raise ConfigError(
             f"--actor.policy_loss_type {loss} has one ratio for each sequence, so its loss is a mean over sequences: "
             f"leave out --algo.loss_aggregation {aggregation}."
@@ -167,7 +167,7 @@ def check_kl(config: PPOConfig) -> None:
             f"--algo.kl.target {kl.target} must be above 0, and --algo.kl.horizon {kl.horizon} above a fifth of the "
             f"{samples} samples of a rollout, or one step could turn the coefficient around."
         )
-    if kl.use_loss and kl.estimator == "k1":
+    if kl.use_loss and kl.estimator == "k1" and not kl.corrected:
         raise ConfigError(
             "--algo.kl.use_loss with --algo.kl.estimator k1 has an expected gradient of zero; take k2 or k3, or leave "
             "out --algo.kl.use_loss."

@@ -52,18 +52,20 @@ def lookup(name: str, flags: Mapping[str, Flag], origin: str) -> tuple[Flag, boo
         found = canonical(positive, flags)
         if found is not None and flags[found].kind is bool:
             return flags[found], False
-    raise ConfigError(f"Unknown flag {origin}; nearest: {', '.join(nearest(name, flags))}.")
+    like = nearest(name, flags)
+    hint = f"nearest: {', '.join(like)}" if like else "no flag has a name like it, and --help lists them all"
+    raise ConfigError(f"Unknown flag {origin}; {hint}.")
 
 
 def nearest(name: str, flags: Mapping[str, Flag]) -> list[str]:
-    """Returns: up to three flags with dashes whose names are most like ``name``."""
+    """Returns: up to three flags with dashes whose names are most like ``name``; none where no name is like it."""
     leaf = name.rpartition(".")[2]
     same_leaf = [flag for flag in flags if flag.rpartition(".")[2] == leaf]
     by_leaf = {flag.rpartition(".")[2]: flag for flag in reversed(flags)}
     like = difflib.get_close_matches(name, flags, n=3, cutoff=0.5)
     like_leaf = [by_leaf[close] for close in difflib.get_close_matches(leaf, by_leaf, n=2, cutoff=0.7)]
     found = sorted({*same_leaf, *like_leaf, *like}, key=lambda flag: -difflib.SequenceMatcher(None, name, flag).ratio())
-    return [f"--{flag}" for flag in found[:3]] or ["--help lists all"]
+    return [f"--{flag}" for flag in found[:3]]
 
 
 def from_words(words: Sequence[str], flags: Mapping[str, Flag]) -> list[Setting]:
@@ -178,7 +180,11 @@ def _yaml_words(flag: Flag, value: Any, positive: bool, origin: str) -> list[str
                 f"{origin} takes {f'a list of {flag.nargs}' if flag.nargs else 'one value'}, found {value!r}."
             )
     if isinstance(value, bool):
-        raise ConfigError(f"{origin} is not on or off, found {value!r}.")
+        flag.check_words([str(value)], origin)
+        raise ConfigError(
+            f"{origin} takes text, found {value!r}, as YAML reads true, yes and on and their opposites; where the word "
+            "itself is meant, write it in quotes."
+        )
     items = value if isinstance(value, list) else [value]
     words = [json.dumps(item) if isinstance(item, dict) else str(item) for item in items]
     flag.check_words(words, origin)

@@ -62,6 +62,12 @@ OFF = {
 }
 
 
+def unbuilt_flags(tree: type) -> list[str]:
+    """Returns: the names of a command's flags whose feature does not exist yet, on whatever device."""
+    features = FLAGS | RL_FLAGS if issubclass(tree, PPOConfig) else FLAGS
+    return [name for name in flags_of(tree) if name in features]
+
+
 def check_unbuilt(config: Config) -> None:
     """Raises ConfigError for the first flag that asks for a feature which does not exist yet."""
     command = command_of(config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from openrlhf.algorithms.policy_loss import DEMANDED_AGGREGATION
 from openrlhf.config import PPOConfig, to_flags_yaml
+from openrlhf.config.algo import default_aggregation
 from openrlhf.models.loading import DTYPES
 from openrlhf.rollout.actor import Sampling
 from openrlhf.trainer.controller import LoopSettings
@@ -23,13 +23,10 @@ _EVAL_STREAM = 7919
 
 
 def aggregation_of(config: PPOConfig) -> str:
-    """Returns: how token losses become one number; what the loss or the estimator asks for where no flag says."""
-    if config.algo.loss_aggregation is not None:
-        return config.algo.loss_aggregation
-    demanded = DEMANDED_AGGREGATION.get(config.actor.policy_loss_type)
-    if demanded is not None:
-        return demanded
-    return "constant" if config.algo.advantage.estimator == "dr_grpo" else "token_mean"
+    """Returns: how token losses become one number."""
+    algo = config.algo
+    default = default_aggregation(algo.advantage.estimator, config.actor.policy_loss_type)
+    return algo.loss_aggregation or default
 
 
 def policy_loss_spec(config: PPOConfig) -> PolicyLossSpec:

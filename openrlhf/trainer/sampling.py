@@ -135,7 +135,7 @@ class RolloutCollector:
         if bounds is None or not group:
             return True
         scored = torch.tensor([t.reward is not None for t in group])
-        scores = torch.tensor([0.0 if t.score is None else t.score for t in group], dtype=torch.float64)
+        scores = torch.tensor([_score(trajectory) for trajectory in group], dtype=torch.float64)
         kept, _ = keep_groups(scores, scored, torch.zeros(len(group), dtype=torch.long), *bounds)
         return bool(kept.any())
 
@@ -157,3 +157,10 @@ class RolloutCollector:
         for group, prompt in enumerate(prompts, start=first):
             requests.append(GroupRequest(group, prompt, rollout.n_samples_per_prompt, sampling))
         return requests
+
+
+def _score(trajectory: Trajectory) -> float:
+    """NaN without a reward, which the filter does not look at."""
+    if trajectory.reward is None:
+        return float("nan")
+    return trajectory.reward if trajectory.score is None else trajectory.score

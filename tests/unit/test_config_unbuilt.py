@@ -62,11 +62,15 @@ def test_command_that_does_not_exist_yet_says_so(command):
 
 def test_estimators_and_losses_are_those_of_the_algorithms():
     from openrlhf.algorithms.advantages import ESTIMATORS
-    from openrlhf.algorithms.policy_loss import POLICY_LOSSES
+    from openrlhf.algorithms.policy_loss import DEMANDED_AGGREGATION, POLICY_LOSSES
+    from openrlhf.config.algo import SEQUENCE_LOSSES, default_aggregation
 
     flags = flags_of(COMMANDS["train_ppo_ray"])
     assert set(flags["algo.advantage.estimator"].choices) == set(ESTIMATORS)
     assert set(flags["actor.policy_loss_type"].choices) == set(POLICY_LOSSES)
+    assert set(SEQUENCE_LOSSES) == set(DEMANDED_AGGREGATION)
+    for loss, demanded in DEMANDED_AGGREGATION.items():
+        assert default_aggregation("dr_grpo", loss) == demanded
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""What an evaluation says, which of them is the best, and what several reward models make together."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf.config import ConfigError
+from openrlhf.data.trajectory import Segment, Trajectory
+from openrlhf.trainer.best import BestModel
+from openrlhf.trainer.evaluation import evaluation_metrics
+from openrlhf.trainer.scoring import combine_scores
+
+
+def answer(prompt: int, sample: int, score: float | None, source: str = "default", tokens: int = 2) -> Trajectory:
+    segments = [] if score is None else [Segment(list(range(1 + tokens)), [(1, 1 + tokens)])]
+    failure = "it hangs" if score is None else None
+    return Trajectory(prompt, sample, "p", None, segments, score, failure, score, datasource=source)
+
+
+def test_pass_rates_are_means_over_prompts_of_the_chance_to_draw_a_right_answer() -> None:
+    scores = [[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]]
+    answers = [answer(p, s, float(score)) for p, row in enumerate(scores) for s, score in enumerate(row)]
+    metrics = evaluation_metrics(answers, 4, with_pass_rates=True)
+    for k in (1, 4):
+        by_hand = [sum(max(draw) for draw in combinations(row, k)) / math.comb(4, k) for row in scores]
+        assert metrics[f"eval/default_pass{k}"] == pytest.approx(sum(by_hand) / 3)
+    assert metrics["eval/default_score"] == pytest.approx(4 / 12) and metrics["eval/default_failed"] == 0
+
+
+def test_each_datasource_has_its_own_numbers_and_a_failed_answer_is_not_a_wrong_one() -> None:
+    answers = [answer(0, 0, 1.0, "a/b", tokens=3), answer(0, 1, None, "a/b"), answer(1, 0, 0.5), answer(1, 1, 0.0)]
+    metrics = evaluation_metrics(answers, 2, with_pass_rates=True)
+    assert metrics["eval/a_b_pass1"] == 1 and metrics["eval/a_b_failed"] == 1 and metrics["eval/a_b_length"] == 3
+    # One answer is too few for pass@2.
+    assert "eval/a_b_pass2" not in metrics
+    assert metrics["eval/default_pass1"] == 0.25 and metrics["eval/default_pass2"] == 0.5
+
+
+def test_scores_of_reward_models_are_no_pass_rates() -> None:
+    metrics = evaluation_metrics([answer(0, 0, 3.5)], 1, with_pass_rates=False)
+    assert metrics["eval/default_reward"] == 3.5 and not any("pass" in name for name in metrics)
+
+
+@pytest.mark.parametrize("key", ["", "eval_default_pass1", "eval/default_pass1"])
+def test_the_best_evaluation_is_the_first_of_the_highest(key: str, tmp_path: Path) -> None:
+    best = BestModel(key, tmp_path)
+    found = [best.improves(step, {"x": 9.0, "eval/default_pass1": value}) for step, value in enumerate([0.1, 0.3, 0.3])]
+    assert found == [True, True, False]
+    best.write()
+    assert json.loads((tmp_path / "best.json").read_text()) == {"metric": "eval/default_pass1", "value": 0.3, "step": 1}
+    again = BestModel(key, tmp_path)
+    again.load_state_dict(best.state_dict())
+    assert not again.improves(3, {"eval/default_pass1": 0.2}) and again.improves(4, {"eval/default_pass1": 0.4})
+
+
+def test_no_best_model_is_kept_where_none_is_asked_for_and_an_unknown_metric_is_named(tmp_path: Path) -> None:
+    assert not BestModel("none", tmp_path).improves(1, {"eval/default_pass1": 1.0})
+    assert not BestModel("", tmp_path).improves(1, {"eval/default_reward": 1.0})
+    with pytest.raises(ConfigError, match="eval_math_pass1: .* it has eval/default_pass1"):
+        BestModel("eval_math_pass1", tmp_path).improves(1, {"eval/default_pass1": 1.0})
+
+
+def test_several_reward_models_are_combined_as_asked() -> None:
+    scores = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    assert combine_scores(scores, "sum").tolist() == [4, 2] and combine_scores(scores, "mean").tolist() == [2, 1]
+    assert combine_scores(scores, "min").tolist() == [1, -2] and combine_scores(scores, "max").tolist() == [3, 4]
