@@ -12,6 +12,9 @@ import pytest
 
 from openrlhf.cli import common, main
 from openrlhf.cli.common import prepare, run_command
+from openrlhf.config import COMMANDS as TREES
+from openrlhf.config import ConfigError, parse, unbuilt
+from openrlhf.config.flags import flags_of
 from tests.unit.config_args import RL, SFT, make_files, words
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +57,44 @@ def test_refusal_comes_without_loading_anything_heavy(files):
 
     assert result.returncode == 2
     assert result.stdout.strip() == "LOADED"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_which_flags_it_lists_that_a_run_would_refuse(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(command, ["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    if command in unbuilt.COMMANDS:
+        assert out.endswith("\nThis command is not built yet: its flags are read, and it is then refused.\n")
+        return
+    names = out.rpartition("\nNot built yet, and refused but for their defaults: ")[2]
+    tables = unbuilt.FLAGS | (unbuilt.RL_FLAGS if command == "train_ppo_ray" else {})
+    assert sorted(names.split()) == sorted(f"--{name}" for name in tables if name in flags_of(TREES[command]))
+
+
+def test_a_flag_that_is_like_no_other_is_told_how_all_are_listed(capsys):
+    with pytest.raises(SystemExit):
+        run_command("train_sft", None, ["--qqqq", "1"])
+    said = "openrlhf train_sft: Unknown flag --qqqq; no flag has a name like it, and --help lists them all.\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "said"),
+    [
+        ("train_ppo_ray", "rollout.top_p: true", "rollout.top_p takes a number, found 'True'."),
+        ("train_ppo_ray", "train.seed: off", "train.seed takes a whole number, found 'False'."),
+        ("train_ppo_ray", "device: no", "device must be one of auto, cuda, cpu, found "),
+        ("train_ppo_ray", "vllm.extra: yes", "vllm.extra takes a JSON object, found 'True'."),
+        ("train_sft", "data.output_key: yes", "data.output_key takes text, found True, as YAML reads"),
+    ],
+)
+def test_a_switch_in_yaml_where_something_else_belongs_says_what_belongs_there(command, line, said, files):
+    (files / "run.yaml").write_text(line + "\n")
+    with pytest.raises(ConfigError) as caught:
+        parse(command, ["--config", "run.yaml"])
+    assert f"run.yaml: {said}" in str(caught.value)
 
 
 def test_help_is_grouped_as_the_flags_are():
