@@ -124,3 +124,34 @@ def test_a_state_that_cannot_be_converted_stops_every_rank_with_one_sentence(tmp
         assert said.startswith(f"converting the checkpoint {folder} for another number of ranks failed on rank 0: ")
         assert "DeepSpeed's converter ended with status 1" in said and "\n" not in said
     assert not list(folder.glob("*universal*"))
+
+
+def _offloaded(model: Path, root: Path, universal: bool) -> list[dict[str, Any]]:
+    """A language model whose optimizer stays in host memory: trained from the start, or from a converted state."""
+    found = []
+    for stage in (1, 2, 3):
+        options = {"total_steps": 4, "adam_offload": True, "use_universal_ckpt": universal}
+        backend = worker.make_backend(model, stage, **options)
+        if universal:
+            backend.load_checkpoint(root / str(stage))
+        else:
+            worker.train_with_backend(backend, range(2))
+            backend.save_checkpoint(root / str(stage), {})
+        found.append(
+            {"trace": worker.train_with_backend(backend, range(2, 4)), "weights": worker.full_weights(backend)}
+        )
+    return found
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_a_language_model_whose_optimizer_is_offloaded_goes_on_on_another_number_of_ranks(
+    tmp_path: Path, tie: bool
+) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2", tie=tie)
+    expected = worker.run_ranks(_offloaded, 2, model, tmp_path, False)[0]
+    found = worker.run_ranks(_offloaded, 1, model, tmp_path, True)[0]
+    for stage, (ours, wanted) in enumerate(zip(found, expected, strict=True), start=1):
+        for key, values in wanted["trace"].items():
+            assert ours["trace"][key] == pytest.approx(values, rel=1e-5), f"stage {stage}: {key}"
+        for name, tensor in wanted["weights"].items():
+            assert (ours["weights"][name] - tensor).abs().max() <= 1e-6, f"stage {stage}: {name}"
