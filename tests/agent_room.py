@@ -27,6 +27,7 @@ class TurnParams(Params):
     seed: int | None = None
     detokenize: bool = False
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
 
 class TalkingEngine(ScriptedEngine):

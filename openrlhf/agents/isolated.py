@@ -68,7 +68,7 @@ class IsolatedExecutor(AgentExecutorBase):
     ) -> dict[str, Any]:
         """Runs one sample; see ``AgentExecutorBase.execute``.
 
-        The engine makes the text of its outputs, special tokens kept, for code that reads it.
+        The engine makes the text of its outputs, EOS and other special tokens kept, for code that reads it.
 
         Raises: what the executor raises; AgentError, where another sample blocks the thread for good.
         """
@@ -76,6 +76,7 @@ class IsolatedExecutor(AgentExecutorBase):
             self._tokenizer = copy.deepcopy(hf_tokenizer)
         sampling_params.detokenize = True
         sampling_params.skip_special_tokens = False
+        sampling_params.include_stop_str_in_output = True
         engine = EngineBridge(llm_engine, asyncio.get_running_loop())
 
         async def run() -> dict[str, Any]:

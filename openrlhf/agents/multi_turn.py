@@ -217,7 +217,7 @@ async def _play(
                 "observation_text": record.text,
                 "action_text": action_text,
                 "label": label,
-                "sampling_params": copy.deepcopy(current),
+                "sampling_params": _to_change(current),
             }
         )
         record.turns.append(turn)
@@ -232,6 +232,13 @@ async def _play(
             return
         if turn.sampling_params is not None:
             current = copy.deepcopy(turn.sampling_params)
+
+
+def _to_change(current: Any) -> Any:
+    """A copy that an environment may give stop strings, which vLLM allows only where it makes text."""
+    params = copy.deepcopy(current)
+    params.detokenize = True
+    return params
 
 
 def _for_turn(current: Any, first: Any, room: int, turn: int) -> Any:
