@@ -57,14 +57,7 @@ class IsolatedExecutor(AgentExecutorBase):
         self.retries = executor.retries
 
     async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Engine,
-        images: Any = None,
+        self, *, sampling_params: Any, hf_tokenizer: Any, llm_engine: Engine, **others: Any
     ) -> dict[str, Any]:
         """Runs one sample; see ``AgentExecutorBase.execute``.
 
@@ -81,13 +74,7 @@ class IsolatedExecutor(AgentExecutorBase):
 
         async def run() -> dict[str, Any]:
             return await self._executor.execute(
-                prompt=prompt,
-                label=label,
-                sampling_params=sampling_params,
-                max_length=max_length,
-                hf_tokenizer=self._tokenizer,
-                llm_engine=engine,
-                images=images,
+                sampling_params=sampling_params, hf_tokenizer=self._tokenizer, llm_engine=engine, **others
             )
 
         with self._loops.use() as loop:

@@ -41,5 +41,9 @@ def load_executor(agent_func_path: str | Path) -> AgentExecutorBase:
         executor = found()
     except BaseException as error:
         raise ConfigError(f"{_FLAG}: {CLASS}() cannot be made: {describe(error, path)}") from error
+    if isinstance(executor, MultiTurnAgentExecutor) and not executor.ready:
+        raise ConfigError(f"{_FLAG}: {CLASS}.__init__() in {path} does not call super().__init__(its instance class)")
+    if not isinstance(executor.retries, int) or executor.retries < 0:
+        raise ConfigError(f"{_FLAG}: {CLASS}.retries in {path} is {executor.retries!r}, not a number of further tries")
     own = found.execute is not MultiTurnAgentExecutor.execute
     return IsolatedExecutor(executor) if own else executor

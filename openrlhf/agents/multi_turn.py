@@ -98,18 +98,31 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ``max_length`` bounds all tokens of the sample, feedback included; ``sampling_params.max_tokens`` bounds each turn,
     as it does each request of vLLM. Ids that were sampled are never tokenised again; only the text of the environment
     is, without special tokens of the tokenizer's own.
+
+    Attributes:
+        ready: it was told its class of environments.
     """
 
+    ready = False
+
     def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
-        """Raises: TypeError, where the class is none of ``AgentInstanceBase``, or lacks ``reset`` or ``step``."""
+        """Raises: TypeError, where the class is none of ``AgentInstanceBase``, or lacks ``reset`` or ``step``;
+        ValueError, where one of its settings cannot be used.
+        """
         if not isinstance(agent_instance_cls, type) or not issubclass(agent_instance_cls, AgentInstanceBase):
             raise TypeError(f"MultiTurnAgentExecutor takes a subclass of AgentInstanceBase, not {agent_instance_cls!r}")
         if inspect.isabstract(agent_instance_cls):
             missing = ", ".join(sorted(agent_instance_cls.__abstractmethods__))
             raise TypeError(f"{agent_instance_cls.__name__} has no {missing}()")
-        self._instance_cls = agent_instance_cls
-        self.retries = max(self.retries, agent_instance_cls.retries)
-        self._loops = UserLoops(agent_instance_cls.__name__, agent_instance_cls.threads)
+        cls = agent_instance_cls
+        settings = (("retries", cls.retries, 0), ("threads", cls.threads, 1), ("step_timeout", cls.step_timeout, 0.001))
+        for name, value, least in settings:
+            if isinstance(value, bool) or not isinstance(value, int | type(least)) or not value >= least:
+                raise ValueError(f"{cls.__name__}.{name} is {value!r}; {type(least).__name__} from {least} is expected")
+        self._instance_cls = cls
+        self.retries = max(self.retries, cls.retries)
+        self._loops = UserLoops(cls.__name__, cls.threads)
+        self.ready = True
 
     async def execute(
         self,
