@@ -54,15 +54,7 @@ async def run_sample(
 
     Raises: what ``engine.check_health`` raises, where a sample failed because the engine can serve no more.
     """
-    trajectory = Trajectory(
-        group_id=group_id,
-        sample_id=sample_id,
-        prompt=prompt.prompt,
-        label=prompt.label,
-        segments=[],
-        images=prompt.images,
-        datasource=prompt.datasource,
-    )
+    trajectory = _unplayed(prompt, group_id, sample_id)
     deadline = asyncio.get_running_loop().time() + timeout
     for tried in range(1, executor.retries + 2):
         left = deadline - asyncio.get_running_loop().time()
@@ -93,6 +85,18 @@ async def run_sample(
                 break
             _report(trajectory.failure)
     return trajectory
+
+
+def _unplayed(prompt: PromptRecord, group_id: int, sample_id: int) -> Trajectory:
+    return Trajectory(
+        group_id=group_id,
+        sample_id=sample_id,
+        prompt=prompt.prompt,
+        label=prompt.label,
+        segments=[],
+        images=prompt.images,
+        datasource=prompt.datasource,
+    )
 
 
 def _clear(trajectory: Trajectory) -> None:

@@ -40,7 +40,7 @@ def threads_that_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
 class OneTurn(AgentInstanceBase):
     """Does in its only turn what the label says."""
 
-    step_timeout = 0.5
+    step_timeout = 1.0
     release = threading.Event()
 
     async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class OneTurn(AgentInstanceBase):
             case "block":
                 self.release.wait(60)
             case "busy":
-                time.sleep(0.2)
+                time.sleep(0.4)
             case BaseException() as error:
                 raise error
         return {"rewards": 1.0, "done": True}
@@ -70,7 +70,7 @@ def run(*labels: Any, cls: type[AgentInstanceBase] = OneTurn, **options: Any) ->
 
 def test_a_step_that_waits_too_long_ends_alone() -> None:
     slow, quick = run("wait", "fine")
-    assert slow.failure == "OneTurn.step() took longer than 0.5 s"
+    assert slow.failure == "OneTurn.step() took longer than 1 s"
     assert quick.reward == 1.0
 
 
@@ -89,7 +89,10 @@ def test_an_exception_names_its_kind(error: Exception) -> None:
 
 
 def test_environments_that_block_for_a_while_wait_for_each_other_and_none_is_overdue() -> None:
-    assert [trajectory.reward for trajectory in run(*["busy"] * 6)] == [1.0] * 6
+    class Busy(OneTurn):
+        step_timeout = 2.0
+
+    assert [trajectory.reward for trajectory in run(*["busy"] * 6, cls=Busy)] == [1.0] * 6
 
 
 def test_a_step_that_blocks_for_good_is_named_with_its_place_and_others_get_a_new_thread() -> None:
@@ -278,6 +281,25 @@ def test_cancelling_a_sample_ends_its_request() -> None:
     trajectory = asyncio.run(play(IsolatedExecutor(Custom()), Waiting(), timeout=0.2))
     assert "took longer than 0.2 s" in trajectory.failure
     assert ended == [True]
+
+
+def test_code_that_goes_on_after_its_sample_ended_is_refused_by_the_engine() -> None:
+    release, engine = threading.Event(), TalkingEngine("a")
+    executor = IsolatedExecutor(Custom(lambda: release.wait(60)))
+
+    async def scenario() -> Any:
+        trajectory = await play(executor, engine, timeout=0.3)
+        release.set()
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+        return trajectory
+
+    try:
+        trajectory = asyncio.run(scenario())
+    finally:
+        release.set()
+    assert trajectory.failure == "the sample took longer than 0.3 s"
+    assert engine.requests == []
 
 
 def test_what_the_engine_raises_reaches_the_custom_execute() -> None:
