@@ -7,10 +7,13 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import re
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from openrlhf.agents.base import AgentError
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 1.0
 # Threads cannot be killed: this many that block for good are left behind before no more are started.
 MAX_STUCK = 8
+_LIBRARY = re.compile(re.escape(sysconfig.get_path("stdlib")) + r"|.*[/\\]site-packages[/\\]|<frozen ")
 
 
 class _Call:
@@ -159,16 +163,22 @@ class UserLoop:
         return bool(done)
 
     def _retire(self, what: str) -> None:
-        place = "an unknown place"
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        if frame is not None:
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        place = _place_of(sys._current_frames().get(self._thread.ident or 0))
         self.stuck = f"{what} blocks its event loop and does not end (at {place}): await, or use asyncio.to_thread"
         logger.warning("%s; its thread is left behind", self.stuck)
         self.stop()
         for call in self._calls:
             call.tell(call.started, None)
             call.tell(call.outcome, (None, AgentError(self.stuck)))
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """Where a thread stands: the innermost line outside the standard library and installed packages."""
+    innermost = frame
+    while frame is not None and _LIBRARY.match(frame.f_code.co_filename):
+        frame = frame.f_back
+    found = frame or innermost
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}" if found else "an unknown place"
 
 
 class UserLoops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 import socket
 import sys
 import time
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 
 from openrlhf.agents.reward_values import RewardResult
+from openrlhf.config.checks import check
+from openrlhf.config.parse import parse
 from tests.agent_room import REPOSITORY, play_file, say, text_of
 from tests.reward_files import score_many
+from tests.tiny_models import make_tiny_model
 
 EXAMPLES = REPOSITORY / "examples"
 END = "<|im_end|>"
@@ -156,3 +160,21 @@ def test_without_isolation_nothing_is_run(sandbox: ModuleType, monkeypatch: pyte
     monkeypatch.setattr(sandbox, "ISOLATE", [str(refusing)])
     with pytest.raises(sandbox.SandboxUnavailable, match="^Operation not permitted, so code is not run"):
         sandbox.require_isolation()
+
+
+NEW = ("code_execution", "custom_reward", "multiturn_game", "reasoning_gym_multiturn")
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_command_of_an_examples_readme_is_accepted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = (EXAMPLES / name / "README.md").read_text().split("```bash\n")[1].split("```")[0]
+    words = shlex.split(block.replace("\\\n", " "))
+    assert words[1:3] == ["-m", "openrlhf.cli.train_ppo_ray"]
+    # The model and the sums are made by the reader.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    make_tiny_model(tmp_path / "outputs/smollm2")
+    (tmp_path / "outputs/sums.jsonl").write_text('{"prompt": "1 + 2 =", "label": 3}\n')
+    check(parse("train_ppo_ray", words[3:]))
