@@ -69,7 +69,7 @@ class DeepSpeedConfig(LoadingConfig):
     ring_attn_head_stride: int = 1
     """Attention heads that one round of ring attention handles at a time."""
     use_universal_ckpt: bool = False
-    """Resume from a checkpoint converted to DeepSpeed's universal format."""
+    """Resume on another number of ranks: the state is converted once, inside its checkpoint."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

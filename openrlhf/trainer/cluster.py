@@ -16,6 +16,7 @@ from openrlhf.config import PPOConfig, check_device, device_notes, known_device
 from openrlhf.config.parse import print_note
 from openrlhf.trainer.ray_reaper import start_reaper
 from openrlhf.utils.errors import RunError
+from openrlhf.utils.termination import raise_on_sigterm
 
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -65,6 +66,8 @@ def ray_started(*, logical_cpus: int) -> Iterator[None]:
         _start_local(logical_cpus)
     else:
         ray.init(logging_level="ERROR")
+    # Ray has put a handler of its own in its place, which prints a stack of its C++ side.
+    raise_on_sigterm()
     reaper = start_reaper() if local else None
     try:
         yield

@@ -19,10 +19,10 @@ from openrlhf.trainer.launch import ModelLauncher, start_engines
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.sampling import RolloutCollector
 from openrlhf.trainer.scoring import RewardModel, RewardScorer
+from openrlhf.trainer.supervised_outputs import sole_run
 from openrlhf.trainer.updates import Updater
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
-from openrlhf.utils.run_lock import RunLock
 from openrlhf.utils.supervise import Supervisor
 
 _CLOSE_TIMEOUT_S = 60.0
@@ -44,8 +44,7 @@ def run(config: PPOConfig) -> None:
     held_out = load_eval_prompts(config, tokenizer)
     total_steps = config.train.num_episodes * -(-len(prompts) // config.rollout.batch_size)
     console = Console(total_steps)
-    lock = RunLock(config.ckpt.output_dir, flag="--ckpt.output_dir", warn=console.warn)
-    with lock, ray_session(config) as device:
+    with sole_run(config.ckpt, console.warn), ray_session(config) as device:
         on_gpu = device == "cuda"
         supervisor = Supervisor()
         console.note(f"starting {', '.join(f'{n} {role}' for role, n in role_sizes(config).items())} on Ray")

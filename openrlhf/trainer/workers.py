@@ -115,6 +115,7 @@ class TrainWorker:
                 seed=spec.seed,
                 trust_remote_code=spec.trust_remote_code,
                 head=spec.head,
+                ema=spec.ema_beta is not None,
             )
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
@@ -134,7 +135,7 @@ class TrainWorker:
 
     def statistics(self) -> tuple[float, float]:
         """Returns: mean and standard deviation of a reward model's scores, as its config stores them."""
-        return self._backend.statistics
+        return self._backend.config.mean, self._backend.config.std
 
     def _answers(
         self, micro_batches: list[PackedBatch], ask: Callable[[PackedBatch], torch.Tensor]

@@ -160,6 +160,23 @@ def test_a_killed_part_ends_the_run_within_a_minute_names_it_and_leaves_nothing_
     assert [line["step"] for line in runs.metrics(tmp_path)][:2] == [1, 2]
 
 
+def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shared_memory(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    flags = ["--train.num_episodes", "1000", "--algo.kl.init_coef", "0"]
+    arguments = runs.command(tmp_path, inputs["model"], inputs["prompts"], inputs["reward"], *flags)
+    with runs.running(tmp_path, arguments) as run:
+        run.wait_for("step    2/")
+        family = run.family()
+        family[0].send_signal(signal.SIGTERM)
+        assert run.process.wait(runs.END_SECONDS) == 143
+        assert runs.all_gone(family, runs.END_SECONDS) == []
+    last = run.text().strip().splitlines()[-1]
+    assert last.startswith("openrlhf train_ppo_ray") and "Traceback" not in run.text(), run.text()[-3000:]
+    assert {path.name for path in set(Path("/dev/shm").iterdir()) - before} == set()
+
+
 @pytest.mark.skipif(not runs.is_root(), reason="needs root, to mount a small file system that fills up")
 def test_a_full_disk_at_checkpoint_time_ends_the_run_and_leaves_the_checkpoint_before(
     inputs: dict[str, Path], tmp_path: Path
