@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -16,6 +15,7 @@ from openrlhf.agents.batching import Batcher, Sample
 from openrlhf.agents.reward import PythonRewardSource, RewardSource
 from openrlhf.agents.reward_values import Outcome, RewardFailure, RewardFormError, RewardResult, read_rewards
 from openrlhf.config.errors import ConfigError
+from openrlhf.config.urls import parse_urls
 
 _FLAG = "--reward.remote_url"
 # One request carries this much at most: many servers refuse bodies above 1 MiB. A longer sample goes alone.
@@ -45,26 +45,6 @@ class _Server:
 
     def served(self) -> None:
         self.failures, self.rests_until = 0, 0.0
-
-
-def parse_urls(remote_url: str | Sequence[str]) -> list[str]:
-    """The addresses of ``--reward.remote_url``: a list, or one text with commas between them.
-
-    Raises: ConfigError, naming the address that is none.
-    """
-    given = remote_url.split(",") if isinstance(remote_url, str) else list(remote_url)
-    urls = [url.strip() for url in given if url.strip()]
-    if not urls:
-        raise ConfigError(f"{_FLAG} is empty: give a Python file with reward_func, or addresses of reward servers")
-    for url in urls:
-        try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            usable = False
-        if not usable:
-            raise ConfigError(f"{_FLAG}: {url!r} is no address of a reward server, such as http://host:5000/get_reward")
-    return urls
 
 
 def make_reward_source(

@@ -6,6 +6,7 @@ from openrlhf.config.algo import GROUP_ESTIMATORS, SEQUENCE_LOSSES
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.model import PlacementConfig
+from openrlhf.config.urls import parse_urls
 
 SYNC_BACKENDS = ("nccl", "gloo", "ipc", "shm")
 
@@ -60,7 +61,9 @@ def check_reward_source(config: PPOConfig) -> None:
         raise ConfigError(f"--reward.remote_url and {other} are given, but rewards come from one source; keep one.")
     if agent and not agent.endswith(".py"):
         raise ConfigError(f"--train.agent_func_path takes a Python file (.py), found {agent!r}.")
-    if url and not url.endswith(".py") and not url.startswith(("http://", "https://")):
+    if url and "://" in url:
+        parse_urls(url)
+    elif url and not url.endswith(".py"):
         raise ConfigError(f"--reward.remote_url takes a Python file (.py) or an http address, found {url!r}.")
     if model and not config.reward_models:
         raise ConfigError(f"--reward.model_name_or_path {model!r} names no model.")

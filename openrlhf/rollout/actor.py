@@ -9,8 +9,8 @@ from typing import Any
 
 from openrlhf.agents.base import AgentError, AgentExecutorBase
 from openrlhf.agents.loading import load_executor
-from openrlhf.agents.reward import PythonRewardSource, RewardSource
-from openrlhf.agents.reward_http import HttpRewardSource
+from openrlhf.agents.reward import RewardSource
+from openrlhf.agents.reward_http import make_reward_source
 from openrlhf.agents.runner import run_sample
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor, fit_prompt
 from openrlhf.data.prompts import PromptRecord
@@ -199,11 +199,9 @@ class RolloutActor:
 def _reward_source(spec: AgentSpec) -> RewardSource | None:
     if spec.reward_source is None:
         return None
-    if spec.reward_source.startswith(("http://", "https://")):
-        return HttpRewardSource(spec.reward_source, timeout=spec.reward_timeout, max_retries=spec.reward_retries)
-    return PythonRewardSource(
+    return make_reward_source(
         spec.reward_source,
+        workers=spec.reward_workers,
         timeout=spec.reward_timeout,
         max_retries=spec.reward_retries,
-        workers=spec.reward_workers,
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+
+import ray
 
 from openrlhf.config import PPOConfig
 from openrlhf.config.errors import ConfigError
@@ -19,13 +23,15 @@ from openrlhf.trainer.launch import ModelLauncher, start_engines
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.sampling import RolloutCollector
 from openrlhf.trainer.scoring import RewardModel, RewardScorer
-from openrlhf.trainer.supervised_outputs import sole_run
+from openrlhf.trainer.supervised_outputs import locked
 from openrlhf.trainer.updates import Updater
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor
 
 _CLOSE_TIMEOUT_S = 60.0
+# What a run that has failed still waits for its engines.
+_GIVE_UP_S = 10.0
 
 
 def run(config: PPOConfig) -> None:
@@ -44,27 +50,40 @@ def run(config: PPOConfig) -> None:
     held_out = load_eval_prompts(config, tokenizer)
     total_steps = config.train.num_episodes * -(-len(prompts) // config.rollout.batch_size)
     console = Console(total_steps)
-    with sole_run(config.ckpt, console.warn), ray_session(config) as device:
+    with locked(config.ckpt, console.warn), ray_session(config) as device:
         on_gpu = device == "cuda"
         supervisor = Supervisor()
         console.note(f"starting {', '.join(f'{n} {role}' for role, n in role_sizes(config).items())} on Ray")
         places = place_roles(config, on_gpu=on_gpu)
         # The engines take the longest to start, so they start first and the models load beside them.
         pool, engines_ready = start_engines(config, places["engine"], supervisor, on_gpu, len(prompts))
-        launcher = ModelLauncher(config, places, supervisor, on_gpu=on_gpu)
-        models, sender = launcher.start_models(len(prompts), tokenizer.pad_token_id)
-        rewards = launcher.start_reward_models(tokenizer)
-        engines = supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
-        _check_nodes(sender, engines)
-        seeded = not on_gpu or config.train.full_determinism_enable
-        controller = _controller(config, prompts, held_out, tokenizer, pool, models, rewards, console, seeded)
-        outputs = RLOutputs(rl_specs.output_settings(config, len(prompts)), controller, models, tokenizer, console)
-        _train(controller, outputs)
-        try:
-            _close(pool, _groups(models, rewards), supervisor)
-        except RunError as error:
-            # All results are written; how the workers go is no reason to call the run a failure.
-            console.warn(str(error))
+        with _engines_end(pool):
+            launcher = ModelLauncher(config, places, supervisor, on_gpu=on_gpu)
+            models, sender = launcher.start_models(len(prompts), tokenizer.pad_token_id)
+            rewards = launcher.start_reward_models(tokenizer)
+            engines = supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
+            _check_nodes(sender, engines)
+            seeded = not on_gpu or config.train.full_determinism_enable
+            controller = _controller(config, prompts, held_out, tokenizer, pool, models, rewards, console, seeded)
+            outputs = RLOutputs(rl_specs.output_settings(config, len(prompts)), controller, models, tokenizer, console)
+            _train(controller, outputs)
+            try:
+                _close(pool, _groups(models, rewards), supervisor)
+            except RunError as error:
+                # All results are written; how the workers go is no reason to call the run a failure.
+                console.warn(str(error))
+
+
+@contextmanager
+def _engines_end(pool: RolloutPool) -> Iterator[None]:
+    """Where the body fails, those engines that still can end by themselves, so that their shared memory goes too."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            stops = [engine.stop.remote() for engine in pool.engines]
+            ray.wait(stops, num_returns=len(stops), timeout=_GIVE_UP_S)
+        raise
 
 
 def _controller(

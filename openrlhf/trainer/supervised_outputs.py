@@ -46,6 +46,21 @@ def difference_of(there: Shapes, here: Shapes) -> str | None:
 
 
 @contextmanager
+def locked(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
+    """While it lasts, no other run writes into the folders of this one.
+
+    Raises:
+        ConfigError: another run holds one of them.
+        OSError: one of them cannot be made.
+    """
+    folders = {"--ckpt.output_dir": ckpt.output_dir} | ({"--ckpt.path": ckpt.path} if ckpt.save_steps > 0 else {})
+    with ExitStack() as held:
+        for flag, folder in folders.items():
+            held.enter_context(RunLock(folder, flag=flag, warn=warn))
+        yield
+
+
+@contextmanager
 def sole_run(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, no other run writes into the folders of this one; collective.
 
@@ -53,16 +68,14 @@ def sole_run(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
         ConfigError: another run holds one of them.
         RankError: one of them cannot be made.
     """
-    folders = {"--ckpt.output_dir": ckpt.output_dir} | ({"--ckpt.path": ckpt.path} if ckpt.save_steps > 0 else {})
     with ExitStack() as held:
         problem: Exception | None = None
         if dist.get_rank() == 0:
             try:
-                for flag, folder in folders.items():
-                    held.enter_context(RunLock(folder, flag=flag, warn=warn))
+                held.enter_context(locked(ckpt, warn))
             except (ConfigError, OSError) as error:
                 problem = error
-        raise_if_any(f"taking {' and '.join(folders.values())}", problem)
+        raise_if_any(f"taking {ckpt.output_dir}", problem)
         yield
 
 
