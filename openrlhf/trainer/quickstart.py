@@ -27,7 +27,7 @@ from openrlhf.trainer.quickstart_task import (
 
 RESULT_FILE = "quickstart.json"
 # RL has something to reinforce, and something left to learn.
-ENOUGH = 0.4
+ENOUGH = 0.5
 PROBES = 256
 UPDATES_PER_STEP = 4
 
@@ -59,7 +59,7 @@ def run(config: QuickstartConfig) -> None:
     start = time.monotonic()
     at = Folders(config.output_dir)
     at.data.mkdir(parents=True, exist_ok=True)
-    splits = _make_inputs(config, at)
+    splits = make_inputs(config, at)
     right = {"untrained": accuracy(at.start, splits.held_out)}
     _say(f"2/3 SFT on {config.sft_rows} worked examples, stopped early so that RL has something left to do")
     _command("train_sft", sft_flags(config, at))
@@ -139,7 +139,7 @@ def rl_flags(config: QuickstartConfig, at: Folders, start: Path) -> list[str]:
 
 
 def choose_start(checkpoints: Path, problems: list[Problem]) -> Path:
-    """The earliest checkpoint that answers two fifths of the problems right; the last one where none does.
+    """The earliest checkpoint that answers half of the problems right; the last one where none does.
 
     When the model takes off differs between machines; where it stands then does not.
 
@@ -151,7 +151,8 @@ def choose_start(checkpoints: Path, problems: list[Problem]) -> Path:
     return next((folder for folder in folders if accuracy(folder, problems) >= ENOUGH), folders[-1])
 
 
-def _make_inputs(config: QuickstartConfig, at: Folders) -> Splits:
+def make_inputs(config: QuickstartConfig, at: Folders) -> Splits:
+    """Writes data, reward function and start model. Returns: the problems."""
     splits = make_problems(train=PROBLEMS, seed=config.seed)
     write_problems(at.data / "train.jsonl", splits.train)
     write_problems(at.data / "held_out.jsonl", splits.held_out)
