@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 # One GPU for everything: engines take little, since several runs may share the card.
 ON_GPU = (
     *("--train.colocate_all", "--vllm.gpu_memory_utilization", "0.06", "--vllm.enforce_eager"),
-    *("--ds.param_dtype", "bf16", "--train.full_determinism_enable"),
+    *("--ds.param_dtype", "bf16"),
 )
 JUDGE_STEPS, JUDGE_BATCH = 300, 256
 

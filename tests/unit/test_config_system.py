@@ -257,3 +257,15 @@ def test_weights_go_through_shared_memory_on_gpus_too(monkeypatch):
     (note,) = device_notes(built("train_ppo_ray", RL, "--vllm.gpu_memory_utilization", "0.5"), "cuda")
     assert note.startswith("--vllm.sync_backend nccl becomes shared memory on GPUs too")
     check_device(built("train_ppo_ray", RL, "--vllm.sync_backend", "shm"), "cuda")
+
+
+def test_repeatable_samples_on_gpus_ask_for_the_batch_invariant_engine(monkeypatch):
+    monkeypatch.setattr(checks_system, "check_engine_device", lambda device: None)
+    monkeypatch.setattr(checks_system, "check_runs", lambda *args, **more: None)
+    config = built("train_ppo_ray", RL, "--train.full_determinism_enable")
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    check_device(config, "cpu")
+    with pytest.raises(ConfigError, match="full_determinism_enable on GPUs needs .* VLLM_BATCH_INVARIANT=1"):
+        check_device(config, "cuda")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    check_device(config, "cuda")
