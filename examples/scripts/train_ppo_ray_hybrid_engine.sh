@@ -2,7 +2,7 @@
 # PPO with critic, reference and reward model; all of them and the engines share the GPUs of one node.
 #
 #   train_ppo_ray_hybrid_engine.sh [FLAGS]       on 8 GPUs of 80 GB; the variables below change what is trained on what
-#   train_ppo_ray_hybrid_engine.sh cpu [FLAGS]   tiny models, made on the spot, in about a minute
+#   train_ppo_ray_hybrid_engine.sh cpu [FLAGS]   tiny models, made on the spot, in a minute or two
 #
 # FLAGS go to the command and win over those in here: --dry_run checks everything, prints the plan and leaves.
 set -euo pipefail

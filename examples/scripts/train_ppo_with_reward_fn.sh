@@ -2,7 +2,7 @@
 # RL with a Python function as reward and without a critic; half of the GPUs train, the others generate.
 #
 #   train_ppo_with_reward_fn.sh [FLAGS]       on 8 GPUs, or on the GPUS that are given (an even number)
-#   train_ppo_with_reward_fn.sh cpu [FLAGS]   a tiny model, made on the spot, in about a minute
+#   train_ppo_with_reward_fn.sh cpu [FLAGS]   a tiny model, made on the spot, in a minute or two
 #
 # FLAGS go to the command and win over those in here: --dry_run checks everything, prints the plan and leaves.
 set -euo pipefail
