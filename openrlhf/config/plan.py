@@ -25,7 +25,7 @@ class ModelFacts:
         parameters: all of them, tied ones once.
         hidden: width of the residual stream.
         layers: transformer layers.
-        vocab: rows of the output head.
+        vocab: rows of the output head; 1 for a scalar head.
         context: tokens that it was made for; None where its config names none.
     """
 

@@ -1,15 +1,143 @@
-"""What a model must allow before any process is started: the same for SFT and RL."""
+"""What the models of a run must allow before any process is started: the same for SFT and RL."""
 
 from __future__ import annotations
 
-from openrlhf.config import PPOConfig, SFTConfig
-from openrlhf.models.loading import check_context
+from contextlib import suppress
+from typing import Any
+
+from transformers import AutoModelForSequenceClassification
+
+from openrlhf.config import ConfigError, PPOConfig, SFTConfig
+from openrlhf.data.templates import encode, render_prompt, require_chat_template
+from openrlhf.models.loading import _reading, check_context, load_config, load_tokenizer
+from openrlhf.models.value_head import HeadSpec, prepare_head
 
 
 def run(config: SFTConfig | PPOConfig) -> None:
-    """Reads the model's config, not its weights.
+    """Reads configs, tokenizers and scalar heads of the models, no other weights.
 
-    Raises: ConfigError where there is no such model, or --data.max_len is longer than it can place.
+    Raises:
+        ConfigError: there is no such model; --data.max_len is longer than it can place; it lacks embeddings for what a
+            tokenizer writes; a critic or a reward model has no scalar head.
     """
-    model = config.actor if isinstance(config, PPOConfig) else config.model
-    check_context(model.model_name_or_path, config.data.max_len, trust_remote_code=config.trust_remote_code)
+    if isinstance(config, SFTConfig):
+        _check_context(config, config.model.model_name_or_path)
+        return
+    _check_context(config, config.actor.model_name_or_path)
+    policy = _tokenizer(config, config.actor.model_name_or_path)
+    written = policy_tokens(policy, apply_chat_template=config.data.apply_chat_template)
+    _check_embeddings(config, config.actor.model_name_or_path, policy, written, "--actor.model_name_or_path")
+    if config.has_critic:
+        _check_critic(config, policy, written)
+    for path in config.reward_models:
+        _check_reward_model(config, path, policy, written)
+
+
+def critic_flag(config: PPOConfig) -> str:
+    """Returns: the flag that the critic's weights come from."""
+    if config.critic.model_name_or_path:
+        return "--critic.model_name_or_path"
+    return "--reward.model_name_or_path" if config.reward_models else "--actor.model_name_or_path"
+
+
+def _check_context(config: SFTConfig | PPOConfig, path: str) -> None:
+    check_context(path, config.data.max_len, trust_remote_code=config.trust_remote_code)
+
+
+def _check_critic(config: PPOConfig, policy: Any, written: set[int]) -> None:
+    from openrlhf.trainer.launch import critic_source
+
+    path, fresh = critic_source(config)
+    flag = critic_flag(config)
+    _check_scalar(config, path, flag, fresh=fresh)
+    if path == config.actor.model_name_or_path:
+        return
+    other = other_token(policy, _tokenizer(config, path))
+    if other is not None:
+        number, ours, theirs = other
+        raise ConfigError(
+            f"the critic ({flag} {path}) reads the policy's token ids, and calls token {number} {theirs!r} where the "
+            f"policy calls it {ours!r}: give --critic.model_name_or_path a model with the policy's vocabulary (the "
+            "policy itself, for instance, with --critic.fresh_head)"
+        )
+    _check_embeddings(config, path, policy, written, flag)
+
+
+def _check_reward_model(config: PPOConfig, path: str, policy: Any, written: set[int]) -> None:
+    flag = "--reward.model_name_or_path"
+    _check_scalar(config, path, flag, fresh=False)
+    tokenizer = _tokenizer(config, path)
+    # One with a vocabulary of its own reads text, not the policy's ids.
+    same = tokenizer.get_vocab() == policy.get_vocab()
+    _check_embeddings(config, path, tokenizer, written if same else text_tokens(tokenizer), flag)
+
+
+def _check_scalar(config: PPOConfig, path: str, flag: str, *, fresh: bool) -> None:
+    """Raises ConfigError where a model cannot give every token of a row one number."""
+    _check_context(config, path)
+    loaded = load_config(path, trust_remote_code=config.trust_remote_code)
+    if not config.trust_remote_code and type(loaded) not in AutoModelForSequenceClassification._model_mapping:
+        raise ConfigError(f"{flag} {path} holds a {loaded.model_type}, which cannot be given a scalar head")
+    try:
+        with _reading("model", path):
+            prepare_head(path, loaded, HeadSpec(prefix=config.ds.value_head_prefix, fresh=fresh))
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def _check_embeddings(config: PPOConfig, path: str, tokenizer: Any, written: set[int], flag: str) -> None:
+    """Raises ConfigError where a model has no embedding for one of the ids ``written`` in its rows."""
+    known = load_config(path, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size
+    largest = max(written)
+    if largest >= known:
+        raise ConfigError(
+            f"{flag} {path}: its rows hold token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and the "
+            f"model has only {known} embeddings: take the tokenizer that belongs to the model, or resize its "
+            "embeddings first"
+        )
+
+
+def text_tokens(tokenizer: Any) -> set[int]:
+    """Returns: the ids that ordinary text needs, and the end of a row.
+
+    Tokens that were added to a tokenizer and that no text spells out may lie outside the model: Gemma 3's text models
+    have one for images.
+    """
+    added = tokenizer.added_tokens_decoder
+    ids = {number for number in tokenizer.get_vocab().values() if number not in added}
+    return ids if tokenizer.eos_token_id is None else ids | {tokenizer.eos_token_id}
+
+
+def policy_tokens(tokenizer: Any, *, apply_chat_template: bool) -> set[int]:
+    """Returns: the ids that a policy's rows need: those of text, the padding, and what the chat template writes."""
+    ids = text_tokens(tokenizer) | {tokenizer.pad_token_id}
+    if apply_chat_template:
+        require_chat_template(tokenizer)
+        # A template may refuse a single message of a user's; whether it fits the prompts is for the data to say.
+        with suppress(ValueError):
+            rendered = render_prompt(tokenizer, "a", apply_chat_template=True)
+            ids |= set(encode(tokenizer, rendered.text, templated=rendered.templated))
+    return ids
+
+
+def other_token(first: Any, second: Any) -> tuple[int, str, str] | None:
+    """Compares two tokenizers, apart from what was added to either.
+
+    Returns: the smallest id that they call differently, and both names; None where one can read the other's ids.
+    """
+    added = first.added_tokens_decoder.keys() | second.added_tokens_decoder.keys()
+    names = {number: token for token, number in second.get_vocab().items()}
+    return min(
+        (
+            (number, token, names[number])
+            for token, number in first.get_vocab().items()
+            if number not in added and names.get(number, token) != token
+        ),
+        default=None,
+    )
+
+
+def _tokenizer(config: PPOConfig, path: str) -> Any:
+    return load_tokenizer(
+        path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=config.trust_remote_code
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from ray.cluster_utils import Cluster
@@ -44,11 +45,19 @@ def test_places_of_all_nodes_count(words, cluster, capsys):
 
 @pytest.mark.parametrize(("device", "said"), [("auto", "4 GPUs, .* has 3"), ("cpu", "5 CPU places, .* has 4")])
 def test_too_few_places_are_refused(words, capsys, device, said):
-    import re
-
     workers = "2" if device == "auto" else "3"
     with pytest.raises(SystemExit) as caught:
         run_command("train_ppo_ray", None, [*words, "--actor.num_gpus_per_node", workers, "--device", device])
 
     assert caught.value.code == 2
     assert re.search(f"the run needs {said}; lower --actor.num_gpus_per_node", capsys.readouterr().err)
+
+
+def test_places_of_a_critic_count_and_its_flag_is_named(words, cluster, capsys):
+    flags = ["--actor.num_gpus_per_node", "1", "--critic.num_gpus_per_node", "2", "--algo.advantage.estimator", "gae"]
+    with pytest.raises(SystemExit):
+        run_command("train_ppo_ray", None, [*words, *flags])
+    said = "5 GPUs, and the Ray cluster at .* has 3; lower .*, --critic.num_gpus_per_node or --vllm.num_engines"
+    assert re.search(said, capsys.readouterr().err)
+    run_command("train_ppo_ray", None, [*words, *flags, "--train.colocate_all", "--critic.num_gpus_per_node", "1"])
+    assert "actor + ref + critic + engine 1 GPUs" in " ".join(capsys.readouterr().out.split())
