@@ -46,6 +46,8 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 # One GPU for everything: engines take little, since several runs may share the card.
 ON_GPU = (
     *("--train.colocate_all", "--vllm.gpu_memory_utilization", "0.06", "--vllm.enforce_eager"),
+    # A cache of a fixed size: the free memory that an engine would measure changes with the other runs.
+    *("--vllm.extra", '{"kv_cache_memory_bytes": 1000000000}'),
     *("--ds.param_dtype", "bf16"),
 )
 JUDGE_STEPS, JUDGE_BATCH = 300, 256

@@ -233,6 +233,7 @@ def check_device(config: TrainingConfig, device: str) -> None:
     if device == "cuda":
         check_unbuilt_on_gpu(config)
         check_batch_invariance(config)
+        check_shared_memory(config)
 
 
 def check_batch_invariance(config: TrainingConfig) -> None:
@@ -243,6 +244,22 @@ def check_batch_invariance(config: TrainingConfig) -> None:
         raise ConfigError(
             "--train.full_determinism_enable on GPUs needs vLLM's batch-invariant mode, without which a sample depends "
             "on the requests that share a batch with it: set VLLM_BATCH_INVARIANT=1 in the environment."
+        )
+
+
+# Of a card that an engine shares with models that train, without sleep.
+MOST_OF_A_SHARED_GPU = 0.8
+
+
+def check_shared_memory(config: TrainingConfig) -> None:
+    """Raises ConfigError where an engine takes nearly all of the GPU that others share."""
+    if not isinstance(config, PPOConfig) or not config.train.colocate_all or config.train.async_enable:
+        return
+    share = config.vllm.gpu_memory_utilization
+    if share > MOST_OF_A_SHARED_GPU and not config.vllm.enable_sleep:
+        raise ConfigError(
+            f"--vllm.gpu_memory_utilization {share:g} leaves too little of a GPU for the models that share it under "
+            f"--train.colocate_all; lower it to {MOST_OF_A_SHARED_GPU:g} or less (0.3 to 0.5 is usual)."
         )
 
 

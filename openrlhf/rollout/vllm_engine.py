@@ -121,6 +121,14 @@ class ShmWeightEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Nothing is held between updates."""
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """vLLM 0.25 asks for a sender beside the receiver; ours stands in the trainer's process, without vLLM.
+
+        Raises: NotImplementedError.
+        """
+        raise NotImplementedError("weights are sent by the training workers, bucket by bucket")
+
     def _check_every_layer(self) -> None:
         """Names the engine's own parameters that nothing was loaded into.
 

@@ -58,6 +58,9 @@ def run(config: PPOConfig) -> None:
         # The engines take the longest to start, so they start first and the models load beside them.
         pool, engines_ready = start_engines(config, places["engine"], supervisor, on_gpu, len(prompts))
         with _engines_end(pool):
+            if on_gpu and config.train.colocate_all:
+                # An engine takes what is left of its share of a card: what loads meanwhile would be counted as its own.
+                supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
             launcher = ModelLauncher(config, places, supervisor, on_gpu=on_gpu)
             models, sender = launcher.start_models(len(prompts), tokenizer.pad_token_id)
             rewards = launcher.start_reward_models(tokenizer)

@@ -138,3 +138,23 @@ def test_a_multi_turn_agent_is_filtered_group_by_group_and_trained_turn_by_turn(
     assert all(json.dumps(sample).count("again: ") >= 1 for sample in samples)
     kept = json.loads((tmp_path / "states" / "best_hf" / "best.json").read_text())
     assert kept["metric"] == "eval/default_pass1"
+
+
+def test_a_run_resumes_on_another_number_of_ranks_and_ends_with_the_same_weights(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "reward.py").write_text(runs.REWARD)
+    flags = ["--ckpt.save_steps", "1", "--ckpt.max_num", "9", "--algo.kl.init_coef", "0", "--ds.zero_stage", "2"]
+    flags += ["--reward.remote_url", str(tmp_path / "reward.py")]
+    whole = runs.finish(tmp_path, _command(tmp_path, models, *flags))
+    assert whole.process.returncode == 0, whole.text()[-4000:]
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    shutil.rmtree(tmp_path / "states" / "_actor" / "global_step3")
+    flags += ["--actor.num_gpus_per_node", "2", "--ckpt.load_enable"]
+    refused = runs.finish(tmp_path, _command(tmp_path, models, *flags))
+    assert refused.process.returncode == 2 and "use_universal_ckpt" in refused.text().splitlines()[-1]
+    resumed = runs.finish(tmp_path, _command(tmp_path, models, *flags, "--ds.use_universal_ckpt"))
+    assert resumed.process.returncode == 0, resumed.text()[-4000:]
+    assert "resuming after step 2" in resumed.text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert max(float((again[name] - weights[name]).abs().max()) for name in weights) < 1e-5

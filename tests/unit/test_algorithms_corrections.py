@@ -5,6 +5,8 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from openrlhf.algorithms.aggregate import aggregate
 from openrlhf.algorithms.kl import adapt_kl_coef, corrected_kl_loss, kl_loss
@@ -12,7 +14,7 @@ from openrlhf.algorithms.metric_sums import MetricSums
 from openrlhf.algorithms.policy_loss import ppo
 from openrlhf.algorithms.rollout_correction import correction_weights
 from openrlhf.algorithms.value_loss import explained_variance, value_loss
-from tests.unit.ragged_rows import SEEDS, bools, f64, ragged, randn
+from tests.unit.ragged_rows import bools, checked, f64, numbers, of_each, ragged, randn
 
 NAN = math.nan
 KINDS = ("tis", "icepop", "seq-mask-tis")
@@ -20,14 +22,16 @@ KINDS = ("tis", "icepop", "seq-mask-tis")
 # --- rollout correction
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@given(st.data())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("all_known", [True, False])
-def test_correction_weights_agree_with_their_loop(seed, kind, all_known):
-    lengths, _, cu, mask = ragged(seed)
+@checked(60)
+def test_correction_weights_agree_with_their_loop(data, kind, all_known):
+    lengths, _, cu, mask = data.draw(ragged())
     total, low, high = sum(lengths), 0.8, 1.25
-    old, rollout = randn(total, seed, 0.4), randn(total, seed + 100, 0.4)
-    known = torch.ones(total).bool() if all_known else randn(total, seed + 200) > -0.5
+    old, rollout = (data.draw(numbers(total, 0.6)) for _ in range(2))
+    known = bools([True] * total if all_known else data.draw(of_each(total, st.booleans())))
+    assume((mask & known).any())
     weights, stats = correction_weights(
         kind,
         torch.where(mask, old, NAN).requires_grad_(),
@@ -60,7 +64,7 @@ def test_correction_weights_agree_with_their_loop(seed, kind, all_known):
             touched += hit
     assert weights.tolist() == pytest.approx(expected) and not weights.requires_grad
     n = len(applied)
-    assert stats.count == n and (kind == "seq-mask-tis" or 0 < touched < n)
+    assert stats.count == n
     assert stats.means() == pytest.approx(
         {"correction_touched": touched / n, "correction_weight": sum(applied) / n, "rollout_minus_old": sum(gaps) / n}
     )
@@ -133,12 +137,13 @@ def test_maxima_of_shares_are_the_maximum_of_the_whole_and_keep_a_nan():
 # --- the critic's loss
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@given(st.data())
 @pytest.mark.parametrize("clip", [None, 0.1, 0.7])
-def test_the_value_loss_agrees_with_its_twin_in_value_gradient_and_metrics(seed, clip):
-    lengths, _, _, mask = ragged(seed)
+@checked(60)
+def test_the_value_loss_agrees_with_its_twin_in_value_gradient_and_metrics(data, clip):
+    lengths, _, _, mask = data.draw(ragged())
     total = sum(lengths)
-    values, old, returns = randn(total, seed), randn(total, seed + 100), randn(total, seed + 200)
+    values, old, returns = (data.draw(numbers(total)) for _ in range(3))
     live = torch.where(mask, values, NAN).requires_grad_()
     loss, stats = value_loss(live, torch.where(mask, old, NAN), torch.where(mask, returns, NAN), mask, clip)
     loss.sum().backward()
@@ -161,8 +166,9 @@ def test_the_value_loss_agrees_with_its_twin_in_value_gradient_and_metrics(seed,
     assert means["value_clip_fraction"] == pytest.approx(clipped / n)
     errors = [(values[t] - returns[t]).item() for t in trained]
     targets = [returns[t].item() for t in trained]
-    explained = 1 - statistics.pvariance(errors) / statistics.pvariance(targets)
-    assert explained_variance(means) == pytest.approx(explained)
+    if len(set(targets)) > 1:
+        explained = 1 - statistics.pvariance(errors) / statistics.pvariance(targets)
+        assert explained_variance(means) == pytest.approx(explained, abs=1e-6)
 
 
 def test_the_explained_variance_of_a_step_does_not_depend_on_its_micro_batches():
@@ -248,12 +254,13 @@ def test_the_plain_loss_has_another_gradient_off_policy(estimator):
     assert (gradient - exact_kl()[1]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@given(st.data())
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_corrected_loss_agrees_with_its_twin(seed, estimator):
-    lengths, _, _, mask = ragged(seed)
+@checked(60)
+def test_the_corrected_loss_agrees_with_its_twin(data, estimator):
+    lengths, _, _, mask = data.draw(ragged())
     total = sum(lengths)
-    values, old, ref = randn(total, seed), randn(total, seed + 100), randn(total, seed + 200)
+    values, old, ref = (data.draw(numbers(total, 3.0)) for _ in range(3))
     live = torch.where(mask, values, NAN).requires_grad_()
     loss = corrected_kl_loss(live, torch.where(mask, old, NAN), torch.where(mask, ref, NAN), mask, estimator)
     loss.sum().backward()

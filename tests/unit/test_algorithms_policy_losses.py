@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openrlhf.algorithms.aggregate import aggregate, count_units
 from openrlhf.algorithms.policy_loss import (
@@ -16,33 +18,39 @@ from openrlhf.algorithms.policy_loss import (
     ppo,
     register_policy_loss,
 )
-from tests.unit.ragged_rows import SEEDS, bools, f64, ragged, randn
+from tests.unit.ragged_rows import bools, checked, f64, laid_out, numbers, ragged, randn
 
 NAN = math.nan
 NAMES = sorted(POLICY_LOSSES)
 LOW, HIGH, CEILING, TAU_POSITIVE, TAU_NEGATIVE = 0.2, 0.3, 1.4, 0.7, 1.6
 
 
-def inputs_of(seed, poison=True):
-    """A ragged batch with whatever stands outside the mask poisoned, and one advantage in five 0."""
-    lengths, _, cu, mask = ragged(seed)
-    total = sum(lengths)
-    new, old, adv = randn(total, seed), randn(total, seed + 100), randn(total, seed + 200)
-    adv[::5] = 0.0
-    if poison:
-        new, old, adv = (torch.where(mask, x, NAN) for x in (new, old, adv))
+def inputs_of(batch, new, old, adv):
+    """Inputs of a loss with whatever stands outside the mask poisoned."""
+    new, old, adv = (torch.where(batch.mask, x, NAN) for x in (new, old, adv))
     return PolicyLossInputs(
         new.requires_grad_(),
         old,
         adv,
-        mask,
-        cu,
+        batch.mask,
+        batch.cu_seqlens,
         LOW,
         HIGH,
         cispo_ceiling=CEILING,
         sapo_tau_positive=TAU_POSITIVE,
         sapo_tau_negative=TAU_NEGATIVE,
     )
+
+
+@st.composite
+def drawn_inputs(draw):
+    batch = draw(ragged())
+    return inputs_of(batch, *(draw(numbers(batch.mask.numel())) for _ in range(3)))
+
+
+def example():
+    batch = laid_out([[False, True, True], [False, False], [False, True, False, True, True]])
+    return inputs_of(batch, *(randn(10, seed) for seed in range(3)))
 
 
 def trained_by_row(inputs):
@@ -87,14 +95,15 @@ def twin(name, inputs, new):
     return losses, ratios
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@given(st.data())
 @pytest.mark.parametrize(
     ("name", "dual_clip"), [*((name, None) for name in NAMES), *((name, 1.5) for name in DUAL_CLIP_LOSSES)]
 )
-def test_every_loss_agrees_with_its_twin_in_value_and_gradient(seed, name, dual_clip):
-    inputs = replace(inputs_of(seed), dual_clip=dual_clip)
+@checked(40)
+def test_every_loss_agrees_with_its_twin_in_value_and_gradient(data, name, dual_clip):
+    inputs = replace(data.draw(drawn_inputs()), dual_clip=dual_clip)
     total = inputs.mask.numel()
-    weights = randn(total, seed + 300)
+    weights = data.draw(numbers(total))
     loss, stats = policy_loss(name, inputs)
     (loss * weights).sum().backward()
 
@@ -111,12 +120,13 @@ def test_every_loss_agrees_with_its_twin_in_value_and_gradient(seed, name, dual_
     assert set(means) == {"ppo_kl", "clip_fraction", "ratio_mean"} and stats.count == len(losses)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@given(st.data())
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
-def test_the_sequence_mean_of_a_sequence_loss_is_the_objective_of_its_paper(seed, name):
-    inputs = inputs_of(seed)
+@checked(60)
+def test_the_sequence_mean_of_a_sequence_loss_is_the_objective_of_its_paper(data, name):
+    inputs = data.draw(drawn_inputs())
     rows = trained_by_row(inputs)
-    by_row = randn(len(rows), seed + 400)
+    by_row = data.draw(numbers(len(rows)))
     adv = torch.cat([by_row[i].repeat(n) for i, n in enumerate(inputs.cu_seqlens.diff().tolist())])
     inputs = replace(inputs, advantages=adv)
     loss, _ = policy_loss(name, inputs)
@@ -158,7 +168,7 @@ def test_gspo_is_a_ratio_of_sequences_and_a_mean_over_sequences():
 
 
 def test_every_loss_type_gives_a_loss_of_its_own():
-    inputs = inputs_of(3)
+    inputs = example()
     totals = [policy_loss(name, inputs)[0].sum().item() for name in NAMES]
     assert len({round(total, 6) for total in totals}) == len(NAMES) == 5
 
@@ -257,7 +267,7 @@ def test_the_ceiling_of_cispo_is_the_upper_clip_unless_it_has_its_own():
 
 
 def test_the_positional_ppo_is_the_registered_one():
-    inputs = replace(inputs_of(1), dual_clip=2.0)
+    inputs = replace(example(), dual_clip=2.0)
     direct, _ = ppo(inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.mask, LOW, HIGH, 2.0)
     assert torch.equal(direct, policy_loss("ppo", inputs)[0])
 
@@ -276,7 +286,7 @@ def test_the_positional_ppo_is_the_registered_one():
 )
 def test_a_parameter_or_a_name_that_means_nothing_is_refused(name, change, message):
     with pytest.raises(ValueError) as caught:
-        policy_loss(name, replace(inputs_of(0), **change))
+        policy_loss(name, replace(example(), **change))
     assert str(caught.value) == message
 
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageInputs, compute_advantages
 from openrlhf.algorithms.evaluation import best_of_k, mean_best_of_k, pass_at_k
 from openrlhf.algorithms.filtering import keep_groups
 from openrlhf.algorithms.shaping import overlong_penalty, stop_properly
 from openrlhf.algorithms.token_returns import generalized_advantages
-from tests.unit.ragged_rows import SEEDS, bools, f64, per_row, ragged, randn
+from tests.unit.ragged_rows import bools, checked, f64, numbers, per_row, ragged
 
 NAN = math.nan
 
@@ -27,11 +29,12 @@ def one_row(mask, rewards=1.0, **options):
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@given(st.data())
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (1.0, 0.0), (0.9, 0.7)])
-def test_generalized_advantages_agree_with_the_sum_of_their_definition(seed, gamma, lambd):
-    lengths, rows, cu, mask = ragged(seed)
-    rewards, values = randn(sum(lengths), seed), randn(sum(lengths), seed + 100)
+@checked(100)
+def test_generalized_advantages_agree_with_the_sum_of_their_definition(data, gamma, lambd):
+    lengths, rows, cu, mask = data.draw(ragged())
+    rewards, values = (data.draw(numbers(sum(lengths))) for _ in range(2))
     advantages, returns = generalized_advantages(
         torch.where(mask, rewards, NAN), torch.where(mask, values, NAN), mask, cu, gamma, lambd
     )
@@ -224,16 +227,16 @@ def test_an_empty_range_and_a_score_that_is_no_number_are_refused():
 # --- evaluation
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_best_of_k_is_the_mean_over_all_draws(seed):
-    rng = random.Random(seed)
-    scores = [rng.choice([0.0, 0.3, 0.3, 1.0, -2.0]) for _ in range(7)]
-    for k in range(1, 8):
+@given(st.lists(st.sampled_from([0.0, 0.3, 1.0, -2.0]), min_size=1, max_size=7))
+@checked(100)
+def test_the_best_of_k_is_the_mean_over_all_draws(scores):
+    n = len(scores)
+    for k in range(1, n + 1):
         draws = [max(draw) for draw in itertools.combinations(scores, k)]
         assert best_of_k(scores, k) == pytest.approx(sum(draws) / len(draws), abs=1e-12)
     correct = [float(score > 0) for score in scores]
-    for k in range(1, 8):
-        assert pass_at_k(7, int(sum(correct)), k) == pytest.approx(best_of_k(correct, k), abs=1e-12)
+    for k in range(1, n + 1):
+        assert pass_at_k(n, int(sum(correct)), k) == pytest.approx(best_of_k(correct, k), abs=1e-12)
 
 
 def test_pass_at_k_of_many_samples_neither_overflows_nor_cancels():

@@ -269,3 +269,11 @@ def test_repeatable_samples_on_gpus_ask_for_the_batch_invariant_engine(monkeypat
         check_device(config, "cuda")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     check_device(config, "cuda")
+
+
+def test_an_engine_that_leaves_its_gpu_mates_no_memory_is_refused(monkeypatch):
+    install(monkeypatch, vllm="0.25.1")
+    shared = ("--train.colocate_all",)
+    with pytest.raises(ConfigError, match="gpu_memory_utilization 0.95 leaves too little"):
+        check_device(built("train_ppo_ray", RL, *shared), "cuda")
+    check_device(built("train_ppo_ray", RL, *shared, "--vllm.gpu_memory_utilization", "0.5"), "cuda")
