@@ -22,10 +22,10 @@ KINDS = ("tis", "icepop", "seq-mask-tis")
 # --- rollout correction
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("all_known", [True, False])
-@checked(60)
+@checked(120)
 def test_correction_weights_agree_with_their_loop(data, kind, all_known):
     lengths, _, cu, mask = data.draw(ragged())
     total, low, high = sum(lengths), 0.8, 1.25
@@ -137,9 +137,9 @@ def test_maxima_of_shares_are_the_maximum_of_the_whole_and_keep_a_nan():
 # --- the critic's loss
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("clip", [None, 0.1, 0.7])
-@checked(60)
+@checked(120)
 def test_the_value_loss_agrees_with_its_twin_in_value_gradient_and_metrics(data, clip):
     lengths, _, _, mask = data.draw(ragged())
     total = sum(lengths)
@@ -254,9 +254,9 @@ def test_the_plain_loss_has_another_gradient_off_policy(estimator):
     assert (gradient - exact_kl()[1]).abs().max() > 0.01
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@checked(60)
+@checked(120)
 def test_the_corrected_loss_agrees_with_its_twin(data, estimator):
     lengths, _, _, mask = data.draw(ragged())
     total = sum(lengths)

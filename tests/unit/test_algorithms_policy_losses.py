@@ -95,11 +95,11 @@ def twin(name, inputs, new):
     return losses, ratios
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize(
     ("name", "dual_clip"), [*((name, None) for name in NAMES), *((name, 1.5) for name in DUAL_CLIP_LOSSES)]
 )
-@checked(40)
+@checked(100)
 def test_every_loss_agrees_with_its_twin_in_value_and_gradient(data, name, dual_clip):
     inputs = replace(data.draw(drawn_inputs()), dual_clip=dual_clip)
     total = inputs.mask.numel()
@@ -120,9 +120,9 @@ def test_every_loss_agrees_with_its_twin_in_value_and_gradient(data, name, dual_
     assert set(means) == {"ppo_kl", "clip_fraction", "ratio_mean"} and stats.count == len(losses)
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
-@checked(60)
+@checked(120)
 def test_the_sequence_mean_of_a_sequence_loss_is_the_objective_of_its_paper(data, name):
     inputs = data.draw(drawn_inputs())
     rows = trained_by_row(inputs)

@@ -29,7 +29,7 @@ def one_row(mask, rewards=1.0, **options):
     )
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (1.0, 0.0), (0.9, 0.7)])
 @checked(100)
 def test_generalized_advantages_agree_with_the_sum_of_their_definition(data, gamma, lambd):

@@ -15,7 +15,7 @@ from openrlhf.algorithms.policy_loss import ppo
 from tests.unit.ragged_rows import checked, numbers, of_each, per_row, ragged
 
 
-@given(st.data())
+@given(data=st.data())
 @checked(150)
 def test_aggregation_agrees_with_its_loop(data):
     lengths, rows, cu, mask = data.draw(ragged())
@@ -33,9 +33,9 @@ def test_aggregation_agrees_with_its_loop(data):
         assert aggregate(flat, mask, cu, mode, total, 17 if mode == "constant" else 1).item() == pytest.approx(value)
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("dual_clip", [None, 1.1, 3.0])
-@checked(60)
+@checked(120)
 def test_ppo_agrees_with_its_loop(data, dual_clip):
     lengths, _, _, mask = data.draw(ragged())
     total = sum(lengths)
@@ -60,9 +60,9 @@ def test_ppo_agrees_with_its_loop(data, dual_clip):
     assert stats.means() == pytest.approx({"ppo_kl": kl / n, "ratio_mean": ratios / n, "clip_fraction": clipped / n})
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@checked(60)
+@checked(120)
 def test_kl_agrees_with_its_loop(data, estimator):
     lengths, _, _, mask = data.draw(ragged())
     new, ref = (data.draw(numbers(sum(lengths), 9.0)) for _ in range(2))
@@ -96,9 +96,9 @@ def scalar_of(name, rewards, groups, scored, sizes, i):
     return rewards[i] - mean
 
 
-@given(st.data())
+@given(data=st.data())
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
-@checked(60)
+@checked(120)
 def test_advantages_agree_with_their_loop(data, name):
     lengths, rows, cu, mask = data.draw(ragged())
     gamma, whiten_std = data.draw(st.sampled_from([1.0, 0.9])), data.draw(st.booleans())
