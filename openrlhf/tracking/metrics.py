@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from openrlhf.tracking.jsonl import JSONLFile
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_OFFLINE = "offline"
+WANDB_RUN_FILE = "wandb_run.txt"
+"""Beside the metrics: the id of the W&B run, under which a resumed run goes on."""
 WANDB_TIMEOUT_S = 60.0
 WANDB_FINISH_TIMEOUT_S = 600.0
 
@@ -89,22 +92,30 @@ class WandbTracker:
         run_config: Mapping[str, Any],
         warn: Callable[[str], None],
         timeout_s: float = WANDB_TIMEOUT_S,
+        resume_step: int = 0,
     ) -> None:
-        """Logs in and starts a run.
+        """Logs in and starts a run, or goes on with the one that ``folder`` remembers.
 
         Args:
             wandb_config: key, entity, group, project and run name; the key ``offline`` writes to disk only.
-            folder: where W&B puts its files.
+            folder: where W&B puts its files, and where the run's id is kept.
             run_config: the settings of the run, to be shown beside it.
             warn: told in one sentence what did not work.
             timeout_s: how long the server may take to answer at the start.
+            resume_step: the step that a resumed run goes on from; 0 starts a new W&B run.
         """
         import wandb
 
         self._wandb, self._warn = wandb, warn
         self._alive = True
         Path(folder).mkdir(parents=True, exist_ok=True)
+        remembered = Path(folder) / WANDB_RUN_FILE
+        run_id = remembered.read_text().strip() if resume_step > 0 and remembered.exists() else ""
+        # An id of our own, so that it is known also where the server is not reached at first.
+        run_id = run_id or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:12]
         options = {
+            "id": run_id,
+            "resume": "allow",
             "entity": wandb_config.org,
             "group": wandb_config.group,
             "project": wandb_config.project,
@@ -112,6 +123,7 @@ class WandbTracker:
             "dir": str(folder),
             "config": dict(run_config),
         }
+        remembered.write_text(run_id + "\n")
         # W&B would otherwise put itself between the run and the terminal, where the progress bars are.
         quiet = {"console": "off", "quiet": True}
         offline = WANDB_OFFLINE in (wandb_config.key, os.environ.get("WANDB_MODE"))
@@ -219,7 +231,8 @@ def build_trackers(
     if logger.tensorboard_dir:
         trackers.append(TensorBoardTracker(Path(logger.tensorboard_dir) / run_name, resume_step))
     if logger.wandb.key:
-        trackers.append(WandbTracker(_named(logger.wandb, run_name), output_dir, run_config or {}, warn))
+        named = _named(logger.wandb, run_name)
+        trackers.append(WandbTracker(named, output_dir, run_config or {}, warn, resume_step=resume_step))
     return MultiTracker(trackers, logger.logging_steps)
 
 

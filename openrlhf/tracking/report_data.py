@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,18 +87,45 @@ LAYOUTS = (
     Layout("Response length", "tokens", (("response length", "rollout/response_length"),), smooth=True),
     Layout("KL to the reference", "nats per token", (("KL", "kl/reference"),)),
     Layout("Policy loss", "per token", (("policy loss", "policy/loss"),), smooth=True),
-    Layout("Gradient norm", "before clipping", (("gradient norm", "actor/grad_norm"),), smooth=True),
+    Layout("Critic loss", "per token", (("critic loss", "critic/loss"),), smooth=True),
+    Layout("Values and returns", "reward", (("value", "critic/value_mean"), ("return", "critic/return_mean"))),
+    Layout("Variance that values explain", "share", (("explained variance", "critic/explained_variance"),)),
+    Layout(
+        "Gradient norm",
+        "before clipping",
+        (("gradient norm", "actor/grad_norm"), ("of the critic", "critic/grad_norm")),
+        smooth=True,
+    ),
     Layout(
         "Log-prob gap, engine to trainer",
         "nats, log scale",
         (("mean", "sync/logprob_gap"), ("largest", "sync/logprob_gap_max")),
         log=True,
     ),
+    Layout("Largest ratio, trainer to engine", "of probabilities", (("largest ratio", "correction/ratio_max"),)),
+    Layout("Weight of the rollout correction", "mean over tokens", (("weight", "correction/weight"),)),
+    Layout("Tokens that the correction changes", "share", (("changed", "correction/touched"),)),
     Layout("Policy change in an update", "nats per token", (("old − new log-prob", "policy/ppo_kl"),)),
-    Layout("Clipped tokens", "share", (("clip fraction", "policy/clip_fraction"),)),
+    Layout(
+        "Clipped tokens",
+        "share",
+        (("clip fraction", "policy/clip_fraction"), ("of the critic", "critic/clip_fraction")),
+    ),
+    Layout("Entropy", "nats per token", (("entropy", "policy/entropy"),)),
     Layout("Truncated responses", "share", (("truncated", "rollout/truncated"),)),
+    Layout("Groups that the filter lets pass", "share", (("pass rate", "filter/pass_rate"),)),
     Layout("Throughput", "tokens per second", (("tokens/s", "throughput/tokens_per_s"),), smooth=True),
-    Layout("Learning rate", "", (("learning rate", "actor/lr"),)),
+    Layout("Learning rate", "", (("learning rate", "actor/lr"), ("of the critic", "critic/lr"))),
+)
+
+# What evaluation measures: title, unit, and how the names of its metrics end. A metric belongs to the first that fits.
+EVALUATIONS = (
+    ("Evaluation", "pass rate", re.compile(r"pass\d+$")),
+    ("Evaluation: rewards", "reward", re.compile(r"_(reward|score)$")),
+    ("Evaluation: response length", "tokens", re.compile(r"_length$")),
+    ("Evaluation: truncated responses", "share", re.compile(r"_truncated$")),
+    ("Evaluation: responses without a reward", "responses", re.compile(r"_failed$")),
+    ("Evaluation: further numbers", "", re.compile(r"")),
 )
 
 
@@ -161,14 +189,25 @@ def panels(run: Run) -> list[Panel]:
         # A gap of exactly 0 has no place on a logarithmic axis; the table shows it.
         if series and not (layout.log and all(not value > 0 for s in series for value in s.y)):
             found.append(Panel(layout.title, layout.unit, series, log=layout.log))
-    evaluations = [name for name in run.names if name.startswith("eval/")]
-    series = [Series(name.removeprefix("eval/"), *run.values(name)) for name in evaluations if run.finite(name)]
-    if series:
-        found.insert(1, Panel("Evaluation", "", series))
+    found[1:1] = _evaluation_panels(run)
     times = _time_panel(run)
     if times is not None:
         found.append(times)
     return found
+
+
+def _evaluation_panels(run: Run) -> list[Panel]:
+    """One panel for each kind of number, one line for each source of prompts (and each k of pass@k)."""
+    by_kind: dict[tuple[str, str], list[Series]] = {kind[:2]: [] for kind in EVALUATIONS}
+    for name in run.names:
+        numbers = run.finite(name)
+        # Where no answer ever failed there is nothing to see.
+        if not name.startswith("eval/") or not (any(v for _, v in numbers) if name.endswith("_failed") else numbers):
+            continue
+        kind = next((title, unit) for title, unit, ending in EVALUATIONS if ending.search(name))
+        x, y = run.values(name)
+        by_kind[kind].append(Series(name.removeprefix("eval/"), thin(x), thin(y)))
+    return [Panel(*kind, series) for kind, series in by_kind.items() if series]
 
 
 def _series(run: Run, label: str, name: str, layout: Layout) -> list[Series]:

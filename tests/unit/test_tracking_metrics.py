@@ -148,6 +148,19 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert [row["reward/mean"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [0.25, 0.5]
 
 
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = LoggerConfig(tensorboard_dir=str(tmp_path / "tb"))
+    for resume_step, steps, value in ((0, (1, 2, 3), 1.0), (1, (2, 3, 4), 2.0)):
+        tracker = build_trackers(logger, tmp_path / "out", run_name="run", resume_step=resume_step)
+        for step in steps:
+            tracker.log(step, {"x": value})
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tb" / "run")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("x")] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
 def test_without_a_key_wandb_is_neither_used_nor_imported(tmp_path):
     script = (
         "import sys; from openrlhf.config.ckpt import LoggerConfig;"
@@ -177,6 +190,35 @@ def test_wandb_offline_writes_a_run_to_disk_with_its_metrics(tmp_path, monkeypat
         time.sleep(0.2)
     content = run.read_bytes()
     assert b"reward/mean" in content and b"0.25" in content and b"named" in content and warnings == []
+
+
+def wandb_ids(folder):
+    return [path.name.split("-")[3] for path in sorted((folder / "wandb").glob("offline-run-*"))]
+
+
+@pytest.mark.timeout(200)
+def test_a_resumed_run_goes_on_with_its_wandb_run_and_a_new_one_begins_another(tmp_path):
+    logger = LoggerConfig(wandb=WandbConfig(key="offline", project="p"))
+    warnings = []
+
+    def log(resume_step, *steps):
+        tracker = build_trackers(logger, tmp_path, run_name="r", resume_step=resume_step, warn=warnings.append)
+        for step in steps:
+            tracker.log(step, {"x": float(step)})
+        tracker.close()
+
+    log(0, 1, 2, 3)
+    (begun,) = wandb_ids(tmp_path)
+    assert (tmp_path / "wandb_run.txt").read_text() == f"{begun}\n"
+    log(2, 3, 4)
+    assert set(wandb_ids(tmp_path)) == {begun}
+    log(0, 1)
+    assert len(set(wandb_ids(tmp_path))) == 2
+    assert (tmp_path / "wandb_run.txt").read_text().strip() not in ("", begun)
+    # Metrics of a folder that W&B never knew, or whose file was emptied, go on under a new id.
+    (tmp_path / "wandb_run.txt").write_text("")
+    log(1, 2)
+    assert len(set(wandb_ids(tmp_path))) == 3 and warnings == []
 
 
 @pytest.mark.timeout(120)

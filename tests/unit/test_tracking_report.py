@@ -37,6 +37,34 @@ def rl_rows(count):
     return rows
 
 
+def full_rows(count):
+    """A run with critic, filter, correction, and an evaluation of two sources every tenth step."""
+    rng = random.Random(1)
+    rows = rl_rows(count)
+    for step, row in enumerate(rows, start=1):
+        row |= {"critic/loss": 1 / step, "critic/value_mean": 0.4, "critic/return_mean": 0.5, "critic/grad_norm": 2.0}
+        row |= {"critic/explained_variance": 1 - 2 / step, "critic/lr": 9e-6, "critic/clip_fraction": 0.1}
+        row |= {"filter/pass_rate": rng.random(), "filter/dropped_groups": 3.0, "policy/entropy": 2.0 - step / count}
+        row |= {"correction/touched": 0.01, "correction/weight": 0.99, "correction/ratio_max": 3.0}
+        row |= {"policy/ppo_kl": 1e-3, "policy/clip_fraction": 0.02, "rollout/truncated": 0.1}
+        if step % 10 == 0:
+            for source in ("gsm8k", "math"):
+                row |= {f"eval/{source}_pass1": step / 100, f"eval/{source}_pass4": step / 50}
+                row |= {f"eval/{source}_reward": 0.5, f"eval/{source}_score": 0.5, f"eval/{source}_length": 200.0}
+                row |= {f"eval/{source}_truncated": 0.0, f"eval/{source}_failed": float(source == "math")}
+    return rows
+
+
+FULL_CHARTS = [
+    "Reward", "Evaluation", "Evaluation: rewards", "Evaluation: response length", "Evaluation: truncated responses",
+    "Evaluation: responses without a reward", "Response length", "KL to the reference", "Policy loss", "Critic loss",
+    "Values and returns", "Variance that values explain", "Gradient norm", "Log-prob gap, engine to trainer",
+    "Largest ratio, trainer to engine", "Weight of the rollout correction", "Tokens that the correction changes",
+    "Policy change in an update", "Clipped tokens", "Entropy", "Truncated responses",
+    "Groups that the filter lets pass", "Throughput", "Learning rate", "Time of a step by phase",
+]  # fmt: skip
+
+
 def write_rollouts(folder, steps):
     writer = RolloutWriter(folder)
     for step in steps:
@@ -74,6 +102,22 @@ def test_an_rl_run_shows_all_its_panels_the_table_and_rollouts_of_first_and_last
     assert re.findall(r"<h3>(.*?)</h3>", html) == ["Step 1", "Step 40"]
     assert "1m18s from first to last" in html and "40 logged steps" in html
     assert "3e-4 # &lt;b&gt;" in html and "no reward: the reward function timed out" in html
+
+
+def test_a_run_with_critic_filter_correction_and_evaluation_shows_each_of_them(tmp_path):
+    write_metrics(tmp_path, full_rows(40))
+    assert charts_of(html_of(tmp_path)) == FULL_CHARTS
+    shown = {panel.title: panel for panel in panels(load_run(tmp_path))}
+    rates = shown["Evaluation"]
+    assert rates.unit == "pass rate"
+    assert [series.label for series in rates.series] == ["gsm8k_pass1", "gsm8k_pass4", "math_pass1", "math_pass4"]
+    # At the steps of the evaluations, and at those alone.
+    assert (rates.series[1].x, rates.series[1].y) == ([10, 20, 30, 40], [0.2, 0.4, 0.6, 0.8])
+    failed = shown["Evaluation: responses without a reward"]
+    assert [series.label for series in failed.series] == ["math_failed"]
+    assert [series.label for series in shown["Values and returns"].series] == ["value", "return"]
+    # Both are smoothed, so that each has a faint line behind it.
+    assert len(shown["Gradient norm"].series) == 4
 
 
 def test_what_a_model_wrote_stands_in_the_page_as_text(tmp_path):
@@ -192,6 +236,26 @@ def test_a_browser_runs_no_script_of_a_rollout_and_shows_numbers_on_hovering(tmp
     assert "<title>a run</title>" in dom and "<img" not in dom
     tip = dom.split('<div id="tip"')[1].split("<script>")[0]
     assert "step 40" in tip and "0.6667" in tip and "mean of 3 steps" in tip
+
+
+@needs_chromium
+@pytest.mark.timeout(200)
+def test_a_browser_shows_numbers_on_every_chart_of_a_run_with_all_parts(tmp_path):
+    write_metrics(tmp_path, full_rows(40))
+    page = write_report(tmp_path, "a run")
+    hover = (
+        "<script>const seen = []; for (const s of document.querySelectorAll('svg[data-chart]')) {"
+        "s.scrollIntoView(); const b = s.getBoundingClientRect();"
+        "s.dispatchEvent(new MouseEvent('mousemove', {clientX: b.right - 5, clientY: b.top + 40}));"
+        "seen.push(document.getElementById('tip').textContent.includes('step 40'))}"
+        "document.title = seen.filter(Boolean).length + ' of ' + seen.length;"
+        "document.documentElement.dataset.wide = document.documentElement.scrollWidth - innerWidth</script></body>"
+    )
+    copy = tmp_path / "hovered.html"
+    copy.write_text(page.read_text().replace("</body>", hover))
+    dom = chromium(tmp_path, copy, "--window-size=480,1000", "--dump-dom")
+    assert f"<title>{len(FULL_CHARTS)} of {len(FULL_CHARTS)}</title>" in dom
+    assert int(re.search(r'data-wide="(-?\d+)"', dom)[1]) <= 0
 
 
 @needs_chromium
