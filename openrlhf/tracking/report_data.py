@@ -207,7 +207,12 @@ def _evaluation_panels(run: Run) -> list[Panel]:
         kind = next((title, unit) for title, unit, ending in EVALUATIONS if ending.search(name))
         x, y = run.values(name)
         by_kind[kind].append(Series(name.removeprefix("eval/"), thin(x), thin(y)))
-    return [Panel(*kind, series) for kind, series in by_kind.items() if series]
+    return [
+        # A line alone has no legend.
+        Panel(title, unit if len(series) > 1 else ", ".join(filter(None, (series[0].label, unit))), series)
+        for (title, unit), series in by_kind.items()
+        if series
+    ]
 
 
 def _series(run: Run, label: str, name: str, layout: Layout) -> list[Series]:

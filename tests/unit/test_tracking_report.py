@@ -114,7 +114,7 @@ def test_a_run_with_critic_filter_correction_and_evaluation_shows_each_of_them(t
     # At the steps of the evaluations, and at those alone.
     assert (rates.series[1].x, rates.series[1].y) == ([10, 20, 30, 40], [0.2, 0.4, 0.6, 0.8])
     failed = shown["Evaluation: responses without a reward"]
-    assert [series.label for series in failed.series] == ["math_failed"]
+    assert ([series.label for series in failed.series], failed.unit) == (["math_failed"], "math_failed, responses")
     assert [series.label for series in shown["Values and returns"].series] == ["value", "return"]
     # Both are smoothed, so that each has a faint line behind it.
     assert len(shown["Gradient norm"].series) == 4
