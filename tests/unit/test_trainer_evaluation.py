@@ -33,6 +33,15 @@ def test_pass_rates_are_means_over_prompts_of_the_chance_to_draw_a_right_answer(
     assert metrics["eval/default_score"] == pytest.approx(4 / 12) and metrics["eval/default_failed"] == 0
 
 
+def test_evaluation_counts_by_its_own_number_of_samples_and_a_single_one_gives_each_number_once() -> None:
+    scores = [[1, 0, 0, 0], [0, 0, 0, 0]]
+    answers = [answer(p, s, float(score)) for p, row in enumerate(scores) for s, score in enumerate(row)]
+    metrics = evaluation_metrics(answers, 4, with_pass_rates=True)
+    assert metrics["eval/default_pass1"] == 0.125 and metrics["eval/default_pass4"] == 0.5
+    single = evaluation_metrics([answer(0, 0, 1.0), answer(1, 0, 0.0)], 1, with_pass_rates=True)
+    assert {name: value for name, value in single.items() if "pass" in name} == {"eval/default_pass1": 0.5}
+
+
 def test_each_datasource_has_its_own_numbers_and_a_failed_answer_is_not_a_wrong_one() -> None:
     answers = [answer(0, 0, 1.0, "a/b", tokens=3), answer(0, 1, None, "a/b"), answer(1, 0, 0.5), answer(1, 1, 0.0)]
     metrics = evaluation_metrics(answers, 2, with_pass_rates=True)

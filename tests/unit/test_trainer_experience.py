@@ -10,14 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.algorithms.kl import adapt_kl_coef
+from openrlhf.backends.base import TokenScores
 from openrlhf.config import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.config.algo import GROUP_ESTIMATORS, WHITENING_ESTIMATORS
 from openrlhf.data.trajectory import Segment, Trajectory
-from openrlhf.trainer.controller import LoopSettings, RLController
-from openrlhf.trainer.experience import Budget, Experience, RewardShaping, add_advantages, build_experience
+from openrlhf.trainer import rl_specs
+from openrlhf.trainer.cluster import colocated_roles, role_sizes
+from openrlhf.trainer.controller import LoopSettings, RLController, trainable
+from openrlhf.trainer.experience import (
+    Budget,
+    Experience,
+    RewardShaping,
+    add_advantages,
+    add_correction,
+    build_experience,
+)
+from openrlhf.trainer.policy_update import PolicyLossSpec, policy_loss
 from openrlhf.trainer.rl_metrics import StepMetrics
+from tests.unit.config_args import built
 
 WIDE = (-1e9, 1e9)
+LOSS = PolicyLossSpec("ppo", 0.2, 0.2, None, "token_mean", 1.0, None, 1.0)
 PLAIN = RewardShaping(WIDE)
 
 
@@ -150,6 +163,43 @@ def test_the_kl_is_in_the_reward_or_in_the_loss_and_never_in_both() -> None:
 
     assert returns(KLConfig(init_coef=0.1)) == pytest.approx([0, -0.05, 0.95, 0])
     assert returns(KLConfig(init_coef=0.1, use_loss=True, estimator="k3")) == [0, 0, 1.0, 0]
+
+
+def test_a_sample_without_a_reward_moves_no_baseline_and_is_not_trained_on() -> None:
+    samples = [sample(0, index, [[(1, 2)]], reward) for index, reward in enumerate([1.0, 0.0, 0.0, 1.0])]
+    samples[1].reward, samples[1].failure = None, "no verdict"
+    experience = prepared(trainable(samples, 1))
+    add_advantages(experience, algo_of("dr_grpo"), PLAIN, 0.0)
+    by_token = experience.batch.token_fields["advantages"][experience.batch.action_mask]
+    assert by_token.tolist() == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+
+
+def test_what_the_engine_sampled_with_is_a_metric_of_its_own_beside_the_change_of_the_policy() -> None:
+    segment = Segment([1, 2, 3], [(1, 3)], logprobs=[0.0, -0.9, -0.5])
+    experience = prepared([Trajectory(0, 0, "p", None, [segment], 1.0)])
+    fields = experience.batch.token_fields
+    fields["old_logprobs"] = torch.tensor([0.0, -0.7, -0.6])
+    fields["advantages"] = torch.ones(3)
+    metrics = StepMetrics()
+    metrics.add_correction(add_correction(experience, AdvantageConfig(is_correction_threshold=(0.5, 2.0))))
+    _, sums = policy_loss(TokenScores(torch.tensor([0.0, -0.5, -1.0])), experience.batch, LOSS, 2.0, 0.0)
+    assert metrics.values["correction/rollout_minus_old"] == pytest.approx(-0.05)
+    assert float(sums.means()["ppo_kl"]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_with_a_coefficient_of_0_nothing_asks_for_a_reference_model(in_loss: bool) -> None:
+    flags = ["--algo.kl.init_coef", "0", *["--algo.kl.use_loss"] * in_loss, "--algo.advantage.estimator", "rloo"]
+    config = built("train_ppo_ray", {}, *flags, "--ref.num_gpus_per_node", "3", "--train.colocate_actor_ref")
+    assert "ref" not in role_sizes(config) and colocated_roles(config) == [("actor",), ("engine",)]
+    experience = prepared([sample(0, index, [[(1, 3)]], float(index)) for index in range(2)])
+    add_advantages(experience, config.algo, PLAIN, config.algo.kl.init_coef)
+    metrics = StepMetrics()
+    metrics.add_experience(experience, config.algo.kl.estimator, PLAIN)
+    spec = rl_specs.policy_loss_spec(config)
+    loss, sums = policy_loss(TokenScores(torch.zeros(8)), experience.batch, spec, 4.0, config.algo.kl.init_coef)
+    # The advantages of the two samples cancel, and there is no other term.
+    assert loss == 0 and "kl_loss" not in sums.sums and "kl/reference" not in metrics.values
 
 
 # --- the coefficient of the KL
