@@ -1,0 +1,82 @@
+"""How an RL loop ends with its data, and what of it a checkpoint holds."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf.config import AlgoConfig, KLConfig
+from openrlhf.data.trajectory import Trajectory
+from openrlhf.tracking.progress import Console
+from openrlhf.trainer.controller import LoopSettings, Position, RLController
+from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.sampling import Collected
+from openrlhf.trainer.scoring import RewardScorer
+from openrlhf.utils.errors import RunError
+
+
+class ScriptedCollector:
+    """Gives what a script says, and then says that the data has ended."""
+
+    def __init__(self, *rollouts: Collected) -> None:
+        self.left = list(rollouts)
+
+    def collect(self) -> Collected | None:
+        return self.left.pop(0) if self.left else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": len(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = self.left[-state["left"] :]
+
+
+def failed(group: int) -> Trajectory:
+    return Trajectory(group, 0, "p", None, [], failure="the judge is down")
+
+
+def controller_of(*rollouts: Collected, kl: KLConfig | None = None) -> tuple[RLController, io.StringIO]:
+    """A controller without workers: whatever reaches them is an error."""
+    said = io.StringIO()
+    scorer = RewardScorer([], None, combine="sum", budget=Budget(1, None), max_len=8, timeout=1.0)
+    algo = AlgoConfig(kl=kl or KLConfig(), dynamic_filtering_enable=True)
+    loop = LoopSettings(algo, RewardShaping((-10.0, 10.0)), 1.0, Budget(1, None), torch.float32, 0, 1.0)
+    workers: Any = dict.fromkeys(("pool", "models", "updater", "evaluator"))
+    collector: Any = ScriptedCollector(*rollouts)
+    return RLController(loop, collector=collector, scorer=scorer, console=Console(1, said), **workers), said
+
+
+def test_data_that_has_ended_ends_the_run_without_a_step_and_without_a_word() -> None:
+    controller, said = controller_of()
+    assert controller.run_step() is None and controller.position == Position(kl_coef=0.01)
+    assert said.getvalue() == ""
+
+
+def test_a_last_rollout_of_which_nothing_passed_ends_the_run_and_says_so() -> None:
+    controller, said = controller_of(Collected(dropped=[failed(0), failed(1)]))
+    assert controller.run_step() is None and controller.position.step == 0
+    assert "none of the last 2 samples lay in a group that --algo.dynamic_filtering_range lets pass" in said.getvalue()
+
+
+def test_a_rollout_that_came_is_not_thrown_away_because_the_data_ends_with_it() -> None:
+    # It is asked for its rewards before anybody asks for the next one.
+    controller, _ = controller_of(Collected(trajectories=[failed(0)], dropped=[failed(1)]))
+    with pytest.raises(RunError, match="none of the 1 samples of step 1 can be trained on; no weight was moved"):
+        controller.run_step()
+
+
+def test_a_checkpoint_holds_the_place_in_the_data_and_the_coefficient_of_the_kl() -> None:
+    rollouts = [Collected(), Collected(), Collected()]
+    first, _ = controller_of(*rollouts, kl=KLConfig(init_coef=0.1))
+    first.position = Position(step=3, updates=11, kl_coef=0.25)
+    first._collector.collect()
+    state = json.loads(json.dumps(first.state_dict()))
+    first.position.step += 1
+    second, _ = controller_of(*rollouts, kl=KLConfig(init_coef=0.1))
+    second.load_state_dict(state)
+    assert second.position == Position(step=3, updates=11, kl_coef=0.25)
+    assert second.state_dict() == state
