@@ -55,6 +55,8 @@ COLUMNS = (
     Column("tok/s", "throughput/tokens_per_s", "6.0f"),
 )
 NOT_IN_RL = {"actor/lr"}
+# Advantages take next to no time, and an evaluation has a line of its own.
+NOT_IN_LINE = {"advantages", "evaluation"}
 
 
 class Bar:
@@ -155,9 +157,8 @@ def summary_line(step: int, total: int, metrics: Mapping[str, float], seconds_le
         else:
             parts.append(f"{column.label} {number}")
     if "time/step" in metrics:
-        phases = [
-            f"{short} {metrics[f'time/{name}']:.1f}" for name, short in PHASES.items() if f"time/{name}" in metrics
-        ]
+        shown = [name for name in PHASES if name not in NOT_IN_LINE and f"time/{name}" in metrics]
+        phases = [f"{PHASES[name]} {metrics[f'time/{name}']:.1f}" for name in shown]
         parts.append(f"{metrics['time/step']:5.1f}s" + (f" ({' '.join(phases)})" if phases else ""))
     if math.isfinite(seconds_left) and step < total:
         parts.append(f"{duration(seconds_left)} left")
