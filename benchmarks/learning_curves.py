@@ -20,7 +20,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.config.quickstart import PROBLEMS, QuickstartConfig
 from openrlhf.tracking.jsonl import read_jsonl
@@ -32,7 +32,7 @@ GROUP = ("--algo.kl.init_coef", "0")
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     # A learned judge in place of the reward function, a critic that starts from it, and a KL in the reward.
     "ppo": (
-        *("--algo.advantage.estimator", "gae", "--algo.advantage.lambd", "0.95", "--algo.kl.init_coef", "0.001"),
+        *("--algo.advantage.estimator", "gae", "--algo.advantage.lambd", "0.95", "--algo.kl.init_coef", "0.02"),
         *("--critic.num_gpus_per_node", "1", "--critic.adam.lr", "5e-4", "--ref.num_gpus_per_node", "1"),
         *("--reward.num_gpus_per_node", "1"),
     ),
@@ -50,14 +50,15 @@ ON_GPU = (
     *("--vllm.extra", '{"kv_cache_memory_bytes": 1000000000}'),
     *("--ds.param_dtype", "bf16"),
 )
-JUDGE_STEPS, JUDGE_BATCH = 300, 256
+JUDGE_STEPS, JUDGE_BATCH = 500, 192
+ALPHABET = "0123456789+=- a"
 
 
 def main() -> None:
     """Makes the starts, runs what is missing, and draws."""
     args = _arguments()
     device = choose_device(args.device)
-    prepare_process("cpu", bars=False)
+    prepare_process(device, bars=False)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     results = args.output_dir / "results.jsonl"
     done = {(row["algorithm"], row["seed"]) for row in read_jsonl(results)} if results.is_file() else set()
@@ -98,13 +99,19 @@ def _start(root: Path, seed: int, steps: int) -> dict[str, Any]:
     chosen = choose_start(at.checkpoints, splits.train[:PROBES])
     judge = root / "judge"
     if not (judge / "config.json").is_file():
-        print(f"seed {seed}: the judge is right in {train_judge(at, judge, splits.train, splits.held_out, seed):.3f}")
+        right = train_judge(at, chosen, judge, splits.train, splits.held_out, seed)
+        print(f"seed {seed}: the judge puts {right:.1%} of held-out pairs in order")
     return {"config": config, "at": at, "start": chosen, "judge": judge, "held_out": splits.held_out,
             "before": accuracy(chosen, splits.held_out)}  # fmt: skip
 
 
-def train_judge(at: Folders, folder: Path, problems: list[Problem], held_out: list[Problem], seed: int) -> float:
+def train_judge(
+    at: Folders, start: Path, folder: Path, problems: list[Problem], held_out: list[Problem], seed: int
+) -> float:
     """Trains a reward model that scores right answers near 1 and others near 0, from the last SFT checkpoint.
+
+    It sees made-up answers, and samples of the policy that it will judge: a judge that knows only neat mistakes pays
+    for strings that are none of them.
 
     Returns: the share of held-out pairs (right answer, wrong answer) that it puts in order.
     """
@@ -114,12 +121,15 @@ def train_judge(at: Folders, folder: Path, problems: list[Problem], held_out: li
     model = AutoModelForSequenceClassification.from_pretrained(last, num_labels=1, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
+    sampled = _samples(start, tokenizer, problems)
     for step in range(JUDGE_STEPS):
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / JUDGE_STEPS)
         picks = torch.randint(len(problems), (JUDGE_BATCH,), generator=generator).tolist()
         right = torch.rand(JUDGE_BATCH, generator=generator) < 0.5
         texts = [_text(tokenizer, problems[i], bool(r), generator) for i, r in zip(picks, right, strict=True)]
-        loss = (_scores(model, tokenizer, texts) - right.float()).square().mean()
+        own = [sampled[i] for i in torch.randint(len(sampled), (JUDGE_BATCH,), generator=generator).tolist()]
+        truth = torch.cat([right.float(), torch.tensor([float(label) for _, label in own])])
+        loss = (_scores(model, tokenizer, texts + [text for text, _ in own]) - truth).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -133,6 +143,27 @@ def train_judge(at: Folders, folder: Path, problems: list[Problem], held_out: li
     return float((good > bad).float().mean())
 
 
+def _samples(start: Path, tokenizer: Any, problems: list[Problem]) -> list[tuple[str, bool]]:
+    """Whole conversations that the policy of ``start`` samples, four to a problem, and whether each is right."""
+    policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
+    left = AutoTokenizer.from_pretrained(start, padding_side="left")
+    found = []
+    for first in range(0, len(problems), 256):
+        batch = [problem for problem in problems[first : first + 256] for _ in range(4)]
+        chats = [[{"role": "user", "content": problem.question}] for problem in batch]
+        texts = left.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        inputs = left(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        with torch.inference_mode():
+            output = policy.generate(
+                input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, do_sample=True, max_new_tokens=6
+            )
+        answers = left.batch_decode(output[:, inputs.input_ids.shape[1] :])
+        for problem, text, answer in zip(batch, texts, answers, strict=True):
+            answer = answer.replace(left.pad_token, "")
+            found.append((text + answer, answer == problem.answer + left.eos_token))
+    return found
+
+
 def _scores(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
     batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     hidden = model.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
@@ -144,11 +175,16 @@ def _text(tokenizer: Any, problem: Problem, right: bool, generator: torch.Genera
     """A whole conversation; wrong answers are near the right one as often as far from it."""
     answer = problem.answer
     while not right and answer == problem.answer:
-        kind = int(torch.randint(3, (1,), generator=generator))
+        kind = int(torch.randint(4, (1,), generator=generator))
         offset = int(torch.randint(1, 10, (1,), generator=generator))
         number = int(problem.answer)
-        number = [(number + offset) % 100, (number + 10 * offset) % 100, 0][kind]
-        answer = f"{number:02d}" if kind < 2 else str(int(torch.randint(1000, (1,), generator=generator)))
+        if kind < 2:
+            answer = f"{(number + (offset if kind else 10 * offset)) % 100:02d}"
+        elif kind == 2:
+            answer = str(int(torch.randint(1000, (1,), generator=generator)))
+        else:
+            places = torch.randint(len(ALPHABET), (1 + offset % 5,), generator=generator).tolist()
+            answer = "".join(ALPHABET[place] for place in places)
     chat = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
     return tokenizer.apply_chat_template(chat, tokenize=False)
 

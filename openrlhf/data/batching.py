@@ -26,28 +26,6 @@ def split_updates(num_samples: int, batch_size: int) -> list[int]:
     return [small + 1] * larger + [small] * (updates - larger)
 
 
-def planned_updates(
-    *,
-    num_prompts: int,
-    rollout_batch_size: int,
-    samples_per_prompt: int,
-    train_batch_size: int,
-    num_episodes: int,
-    max_epochs: int,
-) -> int:
-    """Optimizer steps of a whole RL run, for the learning-rate schedule.
-
-    Each rollout step of an episode takes the next ``rollout_batch_size`` prompts (the last one what is left), and its
-    samples make ``split_updates`` updates in each of ``max_epochs``. Partial batches are trained, so they count.
-    """
-    if rollout_batch_size < 1:
-        raise ValueError(f"a rollout step takes at least one prompt, not {rollout_batch_size}")
-    whole_steps, rest = divmod(num_prompts, rollout_batch_size)
-    updates = whole_steps * len(split_updates(rollout_batch_size * samples_per_prompt, train_batch_size))
-    updates += len(split_updates(rest * samples_per_prompt, train_batch_size))
-    return updates * num_episodes * max_epochs
-
-
 def plan_micro_batches(
     lengths: Sequence[int],
     world_size: int,

@@ -45,7 +45,7 @@ _MISFIT = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[
 
 
 @contextmanager
-def _reading(what: str, path: str | Path) -> Iterator[None]:
+def reading(what: str, path: str | Path) -> Iterator[None]:
     """Turns what a missing, unreachable, unknown or broken model raises into one sentence.
 
     Raises: ConfigError.
@@ -74,7 +74,7 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> Pretrai
 
     Raises: ConfigError where there is none that transformers knows.
     """
-    with _reading("model", path):
+    with reading("model", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
@@ -220,7 +220,7 @@ def load_causal_lm(
     model_class = _model_class(auto_class, config, path, trust_remote_code)
     implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
     sharded = zero3 is not None
-    with _told_to_all(sharded), _reading("model", path), _parameters_born_sharded(zero3), _no_load_report():
+    with _told_to_all(sharded), reading("model", path), _parameters_born_sharded(zero3), _no_load_report():
         head_weight = None if head is None else prepare_head(path, config, head)
         model, report = auto_class.from_pretrained(
             path,
@@ -304,7 +304,7 @@ def load_tokenizer(
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    with _reading("tokenizer", path):
+    with reading("tokenizer", path):
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
     # Where its files are missing, transformers makes some tokenizers out of nothing, which turn every text into none.
     if tokenizer.get_vocab().keys() <= {str(token) for token in tokenizer.added_tokens_decoder.values()}:

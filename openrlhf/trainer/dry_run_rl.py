@@ -26,6 +26,7 @@ from openrlhf.trainer.dry_run_parts import (
     resources,
     sizes_words,
 )
+from openrlhf.trainer.schedule import frozen_steps, step_prompts, step_updates
 
 
 def rl_plan(config: PPOConfig) -> Plan:
@@ -112,26 +113,11 @@ def prompt_cells(config: PPOConfig, rows: Rows, tokenizer: Any) -> Cells:
     return [(f"first {len(lengths)} prompts", f"{words}; {cut} longer than the {room} that fit")]
 
 
-def step_prompts(config: PPOConfig, prompts: int) -> list[int]:
-    """Returns: the prompts of each step of a run, in order; under a filter, which takes more for each, at most these.
-
-    Without a filter the last step of an episode takes what is left; with one, steps run on into the next episode.
-    """
-    size, episodes = config.rollout.batch_size, config.train.num_episodes
-    if config.algo.dynamic_filtering_enable:
-        prompts, episodes = prompts * episodes, 1
-    whole, rest = divmod(prompts, size)
-    return ([size] * whole + [rest] * (rest > 0)) * episodes
-
-
 def batch_cells(plan: Plan, config: PPOConfig, prompts: int) -> Cells:
     """Returns: what a step and the whole run are made of; adds what deserves a look to the plan."""
     rollout, train = config.rollout, config.train
     steps = step_prompts(config, prompts)
-    updates = [
-        len(split_updates(count * rollout.n_samples_per_prompt, train.batch_size)) * train.max_epochs for count in steps
-    ]
-    frozen = max(0, config.critic.freezing_steps) if config.has_critic else 0
+    updates, frozen = step_updates(config, prompts), frozen_steps(config)
     at_most = "at most " if config.algo.dynamic_filtering_enable else ""
     samples = steps[0] * rollout.n_samples_per_prompt
     cells: Cells = [
@@ -227,16 +213,14 @@ def _forward_tokens(config: PPOConfig) -> tuple[int, int]:
 def _engine_memory(config: PPOConfig, facts: ModelFacts, device: str, prompts: int) -> dict[str, float]:
     """What an engine takes: its part of the weights, and the KV cache that it is started with."""
     from openrlhf.rollout.engine_spec import cpu_cache_bytes
-    from openrlhf.trainer.launch import _CPU_SEQUENCES
+    from openrlhf.trainer.launch import engine_sequences
 
     weights = inference_memory(facts, config.ds, ranks=1, tokens=0)["weights"] / config.vllm.tensor_parallel_size
     memory = {"weights": weights}
     if device == "cpu":
-        samples = min(prompts, config.rollout.batch_size) * config.rollout.n_samples_per_prompt
-        sequences = min(-(-samples // config.vllm.num_engines), _CPU_SEQUENCES)
         cache = cpu_cache_bytes(
             config.actor.model_name_or_path,
-            sequences * config.data.max_len,
+            engine_sequences(config, prompts, on_gpu=False) * config.data.max_len,
             config.ds.param_dtype,
             config.trust_remote_code,
         )

@@ -8,8 +8,7 @@ from typing import Any
 
 import ray
 
-from openrlhf.config import PPOConfig
-from openrlhf.data.batching import planned_updates, split_updates
+from openrlhf.config import ConfigError, PPOConfig
 from openrlhf.models.loading import DTYPES, load_tokenizer
 from openrlhf.models.value_head import HeadSpec
 from openrlhf.rollout.actor import AgentSpec, RolloutActor
@@ -17,6 +16,7 @@ from openrlhf.rollout.engine_spec import EngineSpec, cpu_cache_bytes
 from openrlhf.rollout.pool import RolloutPool
 from openrlhf.trainer.cluster import Place, reward_roles
 from openrlhf.trainer.controller import Models
+from openrlhf.trainer.schedule import frozen_steps, step_updates
 from openrlhf.trainer.scoring import RewardModel
 from openrlhf.trainer.workers import ModelSpec, WorkerGroup
 from openrlhf.utils.seeds import derive_seed
@@ -34,8 +34,7 @@ def start_engines(
 
     Returns: the pool, and by engine name what will say that it has started.
     """
-    samples = min(num_prompts, config.rollout.batch_size) * config.rollout.n_samples_per_prompt
-    sequences = min(-(-samples // config.vllm.num_engines), _GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
+    sequences = engine_sequences(config, num_prompts, on_gpu=on_gpu)
     spec, agent = _engine_spec(config, sequences, on_gpu), _agent_spec(config)
     remote = ray.remote(RolloutActor)
     engines = [
@@ -50,6 +49,12 @@ def start_engines(
     for name, engine in zip(pool.names, engines, strict=True):
         supervisor.watch(name, engine.watch.remote())
     return pool, {name: engine.start.remote() for name, engine in zip(pool.names, engines, strict=True)}
+
+
+def engine_sequences(config: PPOConfig, num_prompts: int, *, on_gpu: bool) -> int:
+    """Returns: requests that one engine works on at once."""
+    samples = min(num_prompts, config.rollout.batch_size) * config.rollout.n_samples_per_prompt
+    return min(-(-samples // config.vllm.num_engines), _GPU_SEQUENCES if on_gpu else _CPU_SEQUENCES)
 
 
 def _engine_spec(config: PPOConfig, sequences: int, on_gpu: bool) -> EngineSpec:
@@ -110,23 +115,24 @@ class ModelLauncher:
             num_prompts: that the run has, from which the schedule's length follows.
 
         Returns: the groups, and process id and node of the actor's first rank.
+
+        Raises: ConfigError where the policy would be frozen to the end.
         """
         config = self._config
-        total = planned_updates(
-            num_prompts=num_prompts,
-            rollout_batch_size=config.rollout.batch_size,
-            samples_per_prompt=config.rollout.n_samples_per_prompt,
-            train_batch_size=config.train.batch_size,
-            num_episodes=config.train.num_episodes,
-            max_epochs=config.train.max_epochs,
-        )
-        actor, ranks = self._start("actor", self._actor_spec(max(1, total - self._frozen_updates(num_prompts))))
+        updates = step_updates(config, num_prompts)
+        frozen = frozen_steps(config)
+        if frozen >= len(updates):
+            raise ConfigError(
+                f"--critic.freezing_steps {frozen} covers all {len(updates)} steps of the run, so the policy would "
+                "never be trained; lower it or raise --train.num_episodes."
+            )
+        actor, ranks = self._start("actor", self._actor_spec(sum(updates[frozen:])))
         ref = critic = None
         if "ref" in self._places:
             path = config.actor.model_name_or_path
             ref, _ = self._start("ref", self._spec("ref", path, offload=config.ref.offload))
         if "critic" in self._places:
-            critic, _ = self._start("critic", self._critic_spec(total, pad_token_id))
+            critic, _ = self._start("critic", self._critic_spec(sum(updates), pad_token_id))
         return Models(actor, ref, critic), ranks[0]
 
     def start_reward_models(self, policy_tokenizer: Any) -> list[RewardModel]:
@@ -145,14 +151,6 @@ class ModelLauncher:
                 mean, std = group.call("statistics", timeout=config.train.step_timeout)[0]
             models.append(RewardModel(group, None if same else tokenizer, mean, std))
         return models
-
-    def _frozen_updates(self, num_prompts: int) -> int:
-        config = self._config
-        if not config.has_critic or config.critic.freezing_steps <= 0:
-            return 0
-        samples = min(num_prompts, config.rollout.batch_size) * config.rollout.n_samples_per_prompt
-        a_step = len(split_updates(samples, config.train.batch_size)) * config.train.max_epochs
-        return config.critic.freezing_steps * a_step
 
     def _actor_spec(self, total_steps: int) -> ModelSpec:
         actor, train = self._config.actor, self._config.train

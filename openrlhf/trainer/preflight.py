@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from openrlhf.config import ConfigError, PPOConfig, SFTConfig
 from openrlhf.data.templates import encode, render_prompt, require_chat_template
-from openrlhf.models.loading import _reading, check_context, load_config, load_tokenizer
+from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
 from openrlhf.models.value_head import HeadSpec, prepare_head
 
 
@@ -66,6 +66,12 @@ def _check_critic(config: PPOConfig, policy: Any, written: set[int]) -> None:
 def _check_reward_model(config: PPOConfig, path: str, policy: Any, written: set[int]) -> None:
     flag = "--reward.model_name_or_path"
     _check_scalar(config, path, flag, fresh=False)
+    stored = load_config(path, trust_remote_code=config.trust_remote_code).to_dict()
+    if config.reward.normalize_enable and not {"mean", "std"} <= stored.keys():
+        raise ConfigError(
+            f"--reward.normalize_enable: config.json of {path} stores no mean and std of its scores; leave the flag "
+            "out, or add them"
+        )
     tokenizer = _tokenizer(config, path)
     # One with a vocabulary of its own reads text, not the policy's ids.
     same = tokenizer.get_vocab() == policy.get_vocab()
@@ -79,7 +85,7 @@ def _check_scalar(config: PPOConfig, path: str, flag: str, *, fresh: bool) -> No
     if not config.trust_remote_code and type(loaded) not in AutoModelForSequenceClassification._model_mapping:
         raise ConfigError(f"{flag} {path} holds a {loaded.model_type}, which cannot be given a scalar head")
     try:
-        with _reading("model", path):
+        with reading("model", path):
             prepare_head(path, loaded, HeadSpec(prefix=config.ds.value_head_prefix, fresh=fresh))
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error

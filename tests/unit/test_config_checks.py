@@ -47,7 +47,7 @@ def test_plain_commands_pass_without_a_note():
 # Groups and batches
 
 
-@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"])
 def test_group_estimator_with_one_sample_is_refused(estimator):
     message = refusal(rl, "--algo.advantage.estimator", estimator)
     assert f"--algo.advantage.estimator {estimator}" in message

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from openrlhf.data.batching import plan_micro_batches, planned_updates, split_updates
+from openrlhf.data.batching import plan_micro_batches, split_updates
 
 
 def rows_of(plan: list[list[list[int]]]) -> list[int]:
@@ -78,15 +78,3 @@ def test_a_plan_without_a_limit_is_refused():
 )
 def test_updates_are_as_few_as_the_batch_size_allows_and_nearly_equal(samples, batch, sizes):
     assert split_updates(samples, batch) == sizes
-
-
-def test_the_schedule_counts_episodes_inner_epochs_and_partial_batches():
-    """The rate must reach its end at the last update, so the total has to be the number of real updates.
-
-    1000 prompts x 8 samples, 128 a batch, 3 episodes, 2 epochs: a plan that drops partial batches has 62 updates an
-    episode, 372 in all. Here partial batches are trained: 63 an episode.
-    """
-    common = {"samples_per_prompt": 8, "train_batch_size": 128, "num_episodes": 3, "max_epochs": 2}
-    assert planned_updates(num_prompts=1000, rollout_batch_size=1000, **common) == 63 * 3 * 2
-    assert planned_updates(num_prompts=1000, rollout_batch_size=128, **common) == (7 * 8 + 7) * 3 * 2
-    assert planned_updates(num_prompts=992, rollout_batch_size=992, **common) == 372

@@ -12,11 +12,11 @@ import pytest
 
 from openrlhf.config import PPOConfig, resolve
 from openrlhf.config.plan import ModelFacts, Plan
-from openrlhf.data.batching import planned_updates
 from openrlhf.data.errors import DataError
 from openrlhf.rollout.engine_spec import cpu_cache_bytes
 from openrlhf.trainer.dry_run_parts import model_facts
-from openrlhf.trainer.dry_run_rl import batch_cells, rl_memory, rl_plan, step_prompts
+from openrlhf.trainer.dry_run_rl import batch_cells, rl_memory, rl_plan
+from openrlhf.trainer.schedule import step_prompts, step_updates
 from tests.tiny_models import make_tiny_model, make_tokenizer
 from tests.unit.config_args import built
 from tests.unit.test_models_value_head import with_head
@@ -137,10 +137,23 @@ def test_updates_of_a_plan_are_those_of_the_schedule(prompts: int) -> None:
     config = config_of("--train.max_epochs", "2")
     cells = dict(batch_cells(Plan(""), config, prompts))
     assert sum(step_prompts(config, prompts)) == 2 * prompts
-    assert int(cells["updates in all"]) == planned_updates(
-        num_prompts=prompts, rollout_batch_size=8, samples_per_prompt=3, train_batch_size=10, num_episodes=2,
-        max_epochs=2,
-    )  # fmt: skip
+    assert int(cells["updates in all"]) == sum(step_updates(config, prompts))
+
+
+@pytest.mark.parametrize(("prompts", "rollout", "updates"), [(1000, 1000, 378), (1000, 128, 378), (992, 992, 372)])
+def test_the_schedule_counts_episodes_inner_epochs_and_partial_batches(
+    prompts: int, rollout: int, updates: int
+) -> None:
+    """The rate must reach its end at the last update, so the total has to be the number of real updates.
+
+    1000 prompts x 8 samples, 128 a batch, 3 episodes, 2 epochs: a plan that drops partial batches has 62 updates an
+    episode, 372 in all. Here partial batches are trained: 63 an episode.
+    """
+    config = config_of(
+        *("--rollout.batch_size", str(rollout), "--rollout.n_samples_per_prompt", "8", "--train.batch_size", "128"),
+        *("--train.num_episodes", "3", "--train.max_epochs", "2"),
+    )
+    assert sum(step_updates(config, prompts)) == updates
 
 
 def memory_of(*flags: str, device: str = "cpu", prompts: int = ROWS) -> dict[str, dict[str, float]]:

@@ -1,0 +1,32 @@
+"""How many prompts and optimizer steps each rollout step of a run has, known before the run."""
+
+from __future__ import annotations
+
+from openrlhf.config import PPOConfig
+from openrlhf.data.batching import split_updates
+
+
+def step_prompts(config: PPOConfig, prompts: int) -> list[int]:
+    """Returns: the prompts of each step of a run, in order; under a filter, which takes more for each, at most these.
+
+    Without a filter the last step of an episode takes what is left; with one, steps run on into the next episode.
+    """
+    size, episodes = config.rollout.batch_size, config.train.num_episodes
+    if config.algo.dynamic_filtering_enable:
+        prompts, episodes = prompts * episodes, 1
+    whole, rest = divmod(prompts, size)
+    return ([size] * whole + [rest] * (rest > 0)) * episodes
+
+
+def step_updates(config: PPOConfig, prompts: int) -> list[int]:
+    """Returns: the optimizer steps of the critic, and of an actor that is never frozen, in each step of a run."""
+    samples, train = config.rollout.n_samples_per_prompt, config.train
+    return [
+        len(split_updates(count * samples, train.batch_size)) * train.max_epochs
+        for count in step_prompts(config, prompts)
+    ]
+
+
+def frozen_steps(config: PPOConfig) -> int:
+    """Returns: first steps in which the critic is trained alone."""
+    return max(0, config.critic.freezing_steps) if config.has_critic else 0
