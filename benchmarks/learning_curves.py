@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
@@ -50,7 +51,7 @@ ON_GPU = (
     *("--vllm.extra", '{"kv_cache_memory_bytes": 1000000000}'),
     *("--ds.param_dtype", "bf16"),
 )
-JUDGE_STEPS, JUDGE_BATCH = 500, 192
+ADDER_STEPS, JUDGE_STEPS, JUDGE_BATCH = 600, 4000, 256
 ALPHABET = "0123456789+=- a"
 
 
@@ -62,7 +63,7 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     results = args.output_dir / "results.jsonl"
     done = {(row["algorithm"], row["seed"]) for row in read_jsonl(results)} if results.is_file() else set()
-    starts = {seed: _start(args.output_dir / f"seed{seed}", seed, args.steps) for seed in args.seeds}
+    starts = {seed: _start(args.output_dir / f"seed{seed}", seed, args.steps, device) for seed in args.seeds}
     waiting = [(name, seed) for seed in args.seeds for name in args.algorithms if (name, seed) not in done]
     with ThreadPoolExecutor(args.parallel) as pool, results.open("a") as file:
         for row in pool.map(lambda run: _run(*run, starts[run[1]], args, device), waiting):
@@ -86,7 +87,7 @@ def _arguments() -> Any:
     return parser.parse_args()
 
 
-def _start(root: Path, seed: int, steps: int) -> dict[str, Any]:
+def _start(root: Path, seed: int, steps: int, device: str) -> dict[str, Any]:
     """The model that every algorithm starts from, and a judge of sums."""
     config = QuickstartConfig(output_dir=str(root), rl_steps=steps, seed=seed)
     at = Folders(config.output_dir)
@@ -99,41 +100,51 @@ def _start(root: Path, seed: int, steps: int) -> dict[str, Any]:
     chosen = choose_start(at.checkpoints, splits.train[:PROBES])
     judge = root / "judge"
     if not (judge / "config.json").is_file():
-        right = train_judge(at, chosen, judge, splits.train, splits.held_out, seed)
+        right = train_judge(at, chosen, judge, splits.train, splits.held_out, seed, device)
         print(f"seed {seed}: the judge puts {right:.1%} of held-out pairs in order")
     return {"config": config, "at": at, "start": chosen, "judge": judge, "held_out": splits.held_out,
             "before": accuracy(chosen, splits.held_out)}  # fmt: skip
 
 
 def train_judge(
-    at: Folders, start: Path, folder: Path, problems: list[Problem], held_out: list[Problem], seed: int
+    at: Folders, start: Path, folder: Path, problems: list[Problem], held_out: list[Problem], seed: int, device: str
 ) -> float:
-    """Trains a reward model that scores right answers near 1 and others near 0, from the last SFT checkpoint.
+    """Trains a reward model that scores right answers near 1 and others near 0.
 
-    It sees made-up answers, and samples of the policy that it will judge: a judge that knows only neat mistakes pays
-    for strings that are none of them.
+    It first learns to add, from the last SFT checkpoint on, and then to judge: made-up answers, and samples of the
+    policy that it will judge. A judge that cannot add, or knows neat mistakes alone, pays for wrong answers, and PPO
+    finds them.
 
     Returns: the share of held-out pairs (right answer, wrong answer) that it puts in order.
     """
     last = max(at.checkpoints.glob("*_hf"), key=lambda path: int(path.name[11:-3]))
     tokenizer = AutoTokenizer.from_pretrained(last, padding_side="right")
-    torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(last, num_labels=1, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
+    adder = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32).to(device)
+
+    def language_loss() -> torch.Tensor:
+        picks = torch.randint(len(problems), (JUDGE_BATCH,), generator=generator).tolist()
+        batch = tokenizer([_text(tokenizer, problems[i], True, generator) for i in picks], return_tensors="pt").to(
+            device
+        )
+        logits = adder(input_ids=batch.input_ids, use_cache=False).logits[:, -4:-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.input_ids[:, -3:].flatten())
+
+    _descend(adder, language_loss, ADDER_STEPS, 2e-3)
+    adder.save_pretrained(folder)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).to(device)
     sampled = _samples(start, tokenizer, problems)
-    for step in range(JUDGE_STEPS):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / JUDGE_STEPS)
+
+    def judge_loss() -> torch.Tensor:
         picks = torch.randint(len(problems), (JUDGE_BATCH,), generator=generator).tolist()
         right = torch.rand(JUDGE_BATCH, generator=generator) < 0.5
         texts = [_text(tokenizer, problems[i], bool(r), generator) for i, r in zip(picks, right, strict=True)]
         own = [sampled[i] for i in torch.randint(len(sampled), (JUDGE_BATCH,), generator=generator).tolist()]
         truth = torch.cat([right.float(), torch.tensor([float(label) for _, label in own])])
-        loss = (_scores(model, tokenizer, texts + [text for text, _ in own]) - truth).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        return (_scores(model, tokenizer, texts + [text for text, _ in own]) - truth.to(device)).square().mean()
+
+    _descend(model, judge_loss, JUDGE_STEPS, 1e-3)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     with torch.no_grad():
@@ -141,6 +152,16 @@ def train_judge(
             _scores(model, tokenizer, [_text(tokenizer, p, r, generator) for p in held_out]) for r in (True, False)
         )
     return float((good > bad).float().mean())
+
+
+def _descend(model: Any, loss_of: Callable[[], torch.Tensor], steps: int, lr: float) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        loss_of().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _samples(start: Path, tokenizer: Any, problems: list[Problem]) -> list[tuple[str, bool]]:
@@ -165,10 +186,10 @@ def _samples(start: Path, tokenizer: Any, problems: list[Problem]) -> list[tuple
 
 
 def _scores(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
-    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     hidden = model.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state
     ends = batch.attention_mask.sum(1) - 1
-    return model.score(hidden)[torch.arange(len(texts)), ends, 0]
+    return model.score(hidden)[torch.arange(len(texts), device=model.device), ends, 0]
 
 
 def _text(tokenizer: Any, problem: Problem, right: bool, generator: torch.Generator) -> str:
@@ -177,13 +198,16 @@ def _text(tokenizer: Any, problem: Problem, right: bool, generator: torch.Genera
     while not right and answer == problem.answer:
         kind = int(torch.randint(4, (1,), generator=generator))
         offset = int(torch.randint(1, 10, (1,), generator=generator))
+        # Mistakes of one are the ones that a policy makes.
+        offset = 1 if offset > 6 else offset
+        offset *= 1 if torch.rand(1, generator=generator) < 0.5 else -1
         number = int(problem.answer)
         if kind < 2:
             answer = f"{(number + (offset if kind else 10 * offset)) % 100:02d}"
         elif kind == 2:
             answer = str(int(torch.randint(1000, (1,), generator=generator)))
         else:
-            places = torch.randint(len(ALPHABET), (1 + offset % 5,), generator=generator).tolist()
+            places = torch.randint(len(ALPHABET), (1 + abs(offset) % 5,), generator=generator).tolist()
             answer = "".join(ALPHABET[place] for place in places)
     chat = [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
     return tokenizer.apply_chat_template(chat, tokenize=False)
