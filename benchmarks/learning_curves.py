@@ -63,7 +63,10 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     results = args.output_dir / "results.jsonl"
     done = {(row["algorithm"], row["seed"]) for row in read_jsonl(results)} if results.is_file() else set()
-    starts = {seed: _start(args.output_dir / f"seed{seed}", seed, args.steps, device) for seed in args.seeds}
+    starts = {
+        seed: _start(args.output_dir / f"seed{seed}", seed, args.steps, device, "ppo" in args.algorithms)
+        for seed in args.seeds
+    }
     waiting = [(name, seed) for seed in args.seeds for name in args.algorithms if (name, seed) not in done]
     with ThreadPoolExecutor(args.parallel) as pool, results.open("a") as file:
         for row in pool.map(lambda run: _run(*run, starts[run[1]], args, device), waiting):
@@ -87,7 +90,7 @@ def _arguments() -> Any:
     return parser.parse_args()
 
 
-def _start(root: Path, seed: int, steps: int, device: str) -> dict[str, Any]:
+def _start(root: Path, seed: int, steps: int, device: str, with_judge: bool) -> dict[str, Any]:
     """The model that every algorithm starts from, and a judge of sums."""
     config = QuickstartConfig(output_dir=str(root), rl_steps=steps, seed=seed)
     at = Folders(config.output_dir)
@@ -99,7 +102,7 @@ def _start(root: Path, seed: int, steps: int, device: str) -> dict[str, Any]:
         _command(root / "sft.log", "train_sft", sft_flags(config, at))
     chosen = choose_start(at.checkpoints, splits.train[:PROBES])
     judge = root / "judge"
-    if not (judge / "config.json").is_file():
+    if with_judge and not (judge / "config.json").is_file():
         right = train_judge(at, chosen, judge, splits.train, splits.held_out, seed, device)
         print(f"seed {seed}: the judge puts {right:.1%} of held-out pairs in order")
     return {"config": config, "at": at, "start": chosen, "judge": judge, "held_out": splits.held_out,
