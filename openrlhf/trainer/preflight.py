@@ -8,6 +8,7 @@ from typing import Any
 from transformers import AutoModelForSequenceClassification
 
 from openrlhf.config import ConfigError, PPOConfig, SFTConfig
+from openrlhf.config.parse import print_note
 from openrlhf.data.templates import encode, render_prompt, require_chat_template
 from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
 from openrlhf.models.value_head import HeadSpec, prepare_head
@@ -68,10 +69,7 @@ def _check_reward_model(config: PPOConfig, path: str, policy: Any, written: set[
     _check_scalar(config, path, flag, fresh=False)
     stored = load_config(path, trust_remote_code=config.trust_remote_code).to_dict()
     if config.reward.normalize_enable and not {"mean", "std"} <= stored.keys():
-        raise ConfigError(
-            f"--reward.normalize_enable: config.json of {path} stores no mean and std of its scores; leave the flag "
-            "out, or add them"
-        )
+        print_note(f"--reward.normalize_enable changes nothing: config.json of {path} stores no mean and std.")
     tokenizer = _tokenizer(config, path)
     # One with a vocabulary of its own reads text, not the policy's ids.
     same = tokenizer.get_vocab() == policy.get_vocab()
