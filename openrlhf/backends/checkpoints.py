@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+
+from openrlhf.config.errors import ConfigError
 
 # Written last into a checkpoint: a folder without it is what an interrupted run left behind.
 COMPLETE = "complete"
@@ -15,6 +18,9 @@ PARTIAL, OLD = ".partial", ".old"
 # Written last into an exported model, and where the export stands until then, inside its folder.
 MODEL_CONFIG = "config.json"
 PARTIAL_EXPORT = ".partial"
+
+# Of the checkpoints that a message names, no more than these.
+_NAMED = 3
 
 _STATE = re.compile(r"global_step(\d+)")
 _EXPORT = re.compile(r"global_step(\d+)_hf")
@@ -80,6 +86,7 @@ class CheckpointStore:
         self._exports = self.root if exports is None else Path(exports)
         self._max_num = max_num
         self._max_bytes = max_mem_gb * 1e9
+        self._after: int | None = None
 
     def folder(self, step: int) -> Path:
         """Returns: where the state after ``step`` optimizer or rollout steps belongs."""
@@ -98,10 +105,29 @@ class CheckpointStore:
         complete = self.complete()
         return complete[-1] if complete else None
 
+    def held(self) -> list[Path]:
+        """Returns: the complete states and exported models, by step."""
+        return [path for _, path in sorted([*_states(self.root).items(), *_exports(self._exports).items()])]
+
+    def go_on_after(self, step: int) -> None:
+        """Tells that the run goes on from ``step``: what is left of later steps goes before its next save.
+
+        Without it, those would count as the newest ones, and what the run saves would be removed for them.
+        """
+        self._after = step
+
     def sweep(self) -> None:
-        """Removes what killed saves left behind. Saving a state does it too, in the folder of the states."""
+        """Removes what killed saves left behind, and checkpoints that the run did not go on from.
+
+        Saving a state does the former too, in the folder of the states.
+        """
         for root in {self.root, self._exports}:
             sweep(root)
+        if self._after is not None:
+            found = [*_states(self.root).items(), *_exports(self._exports).items()]
+            for path in [path for step, path in found if step > self._after]:
+                shutil.rmtree(path)
+            self._after = None
 
     def prune(self) -> None:
         """Points ``latest`` to the newest state and removes the oldest checkpoints beyond the limits.
@@ -126,3 +152,33 @@ class CheckpointStore:
             for path in folders[step]:
                 shutil.rmtree(path)
             del sizes[step]
+
+
+def refuse_other_run(path: str, stores: Iterable[CheckpointStore], *, resumable: bool) -> None:
+    """To be asked by a run that saves and starts at its first step: its checkpoints have lower steps than what an
+    earlier run left, so they would be the ones that ``prune`` removes, and the other's the ones to go on from.
+
+    Args:
+        path: --ckpt.path.
+        stores: all that have their folders below it.
+        resumable: --ckpt.load_enable would find a state to go on from.
+
+    Raises: ConfigError where one of the stores holds a checkpoint.
+    """
+    names = sorted({path.name: None for store in stores for path in store.held()}, key=_number)
+    if not names:
+        return
+    some = ", ".join(names[-_NAMED:]) + (" and older ones" if len(names) > _NAMED else "")
+    if resumable:
+        raise ConfigError(
+            f"--ckpt.path {path} holds states of another run ({some}): add --ckpt.load_enable to go on from them, or "
+            "name another folder."
+        )
+    raise ConfigError(
+        f"--ckpt.path {path} holds checkpoints of another run ({some}) that this run cannot go on from: name another "
+        "folder, or remove them."
+    )
+
+
+def _number(name: str) -> int:
+    return int(re.findall(r"\d+", name)[0])

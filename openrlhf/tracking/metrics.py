@@ -185,7 +185,9 @@ class MultiTracker:
         if always or step % self.logging_steps == 0:
             self._send(step, metrics)
         else:
-            self._held = (step, metrics)
+            # An evaluation after a step adds to what the step has left.
+            before = self._held[1] if self._held is not None and self._held[0] == step else {}
+            self._held = (step, {**before, **metrics})
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Hands a text to all."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf.backends.checkpoints import CheckpointStore
-from openrlhf.config import ConfigError, LoggerConfig, PPOCkptConfig
+from openrlhf.config import LoggerConfig, PPOCkptConfig
 from openrlhf.data.trajectory import Trajectory
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Console
@@ -18,6 +17,7 @@ from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
 from openrlhf.trainer.best import BestModel
 from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.rl_metrics import StepMetrics
+from openrlhf.trainer.rl_states import RLStates, refuse_other_settings, write_fixed
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
 
@@ -39,8 +39,8 @@ class OutputSettings:
     Attributes:
         save_samples: samples of a step that go into rollouts.jsonl.
         timeout: seconds that the ranks may take to write.
-        fixed: what a resumed run must share with the one it goes on from, by flag, since order, seeds and schedule
-            follow from it.
+        fixed: what a resumed run must share with the one it goes on from, by flag, since order, seeds, schedule and
+            the optimizer's state follow from it; plain JSON values.
         config_yaml: all settings.
         save_critic: export the critic too, to ``<output_dir>_critic``.
         save_ema: export the moving average of the policy too, to ``<output_dir>_ema``.
@@ -75,11 +75,8 @@ class RLOutputs:
         self._console = console
         self._folder = Path(settings.ckpt.output_dir)
         self._timeout = settings.timeout
-        path = Path(settings.ckpt.path)
-        limits = {"max_num": settings.ckpt.max_num, "max_mem_gb": settings.ckpt.max_mem}
-        self._store = CheckpointStore(path / "_actor", **limits, exports=path)
-        self._critic_store = None if models.critic is None else CheckpointStore(path / "_critic", **limits)
-        self._best = BestModel(settings.ckpt.best_metric_key, path / "best_hf")
+        self._states = RLStates(settings.ckpt, has_critic=models.critic is not None)
+        self._best = BestModel(settings.ckpt.best_metric_key, Path(settings.ckpt.path) / "best_hf")
         self._trackers: MultiTracker | None = None
         self._rollouts: RolloutWriter | None = None
 
@@ -88,12 +85,13 @@ class RLOutputs:
 
         Raises: ConfigError, where the checkpoint belongs to a run with other settings.
         """
-        latest = self._latest() if self._ckpt.load_enable else None
+        latest = self._states.to_resume()
         if latest is not None:
             self._load(latest)
         elif self._ckpt.load_enable:
             self._console.note(f"--ckpt.load_enable: no checkpoint under {self._ckpt.path}, starting anew")
         step = self._controller.position.step
+        self._states.go_on_after(step)
         self._console.begin(step)
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / CONFIG_FILE).write_text(self._settings.config_yaml)
@@ -107,23 +105,11 @@ class RLOutputs:
         )
         self._rollouts = RolloutWriter(self._folder, resume_step=step)
 
-    def _latest(self) -> Path | None:
-        """The newest state of the actor; a critic must have one of the same step."""
-        critic = None if self._critic_store is None else {path.name for path in self._critic_store.complete()}
-        states = [path for path in self._store.complete() if critic is None or path.name in critic]
-        return states[-1] if states else None
-
     def _load(self, folder: Path) -> None:
         state = self._models.actor.call("load_checkpoint", str(folder), timeout=self._timeout)[0]
-        for flag, here in self._settings.fixed.items():
-            there = state["fixed"].get(flag, here)
-            if there != here:
-                raise ConfigError(
-                    f"--ckpt.load_enable: {folder} was written with {flag} {there}, and this run has {here}: resume "
-                    "with the same, or start anew without the flag."
-                )
-        if self._critic_store is not None:
-            critic = self._critic_store.root / folder.name
+        refuse_other_settings(folder, state["fixed"], self._settings.fixed)
+        if self._models.critic is not None:
+            critic = self._states.critic_of(folder)
             self._models.critic.call("load_checkpoint", str(critic), timeout=self._timeout)
         self._controller.load_state_dict(state["controller"])
         self._best.load_state_dict(state["best"])
@@ -138,7 +124,7 @@ class RLOutputs:
         if not metrics:
             return
         with _naming_the_disk(f"writing the evaluation of step {step}"):
-            self._trackers.log(step, metrics)
+            self._trackers.log(step, metrics, always=True)
         self._console.note(f"evaluation after step {step}: {evaluation_line(metrics)}")
         self._keep_best(step, metrics)
 
@@ -153,12 +139,13 @@ class RLOutputs:
         step = self._controller.position.step
         if self._trackers is None or self._rollouts is None:
             raise RuntimeError("resume() opens the files, and comes before the first step")
+        evaluated = any(name.startswith("eval/") for name in metrics.values)
         with _naming_the_disk(f"writing the metrics of step {step}"):
-            self._trackers.log(step, metrics.values)
+            self._trackers.log(step, metrics.values, always=evaluated)
             self._rollouts.write(step, [self._record(sample) for sample in self._shown(metrics.trajectories)])
-        if step % self._settings.logger.logging_steps == 0:
+        if evaluated or step % self._settings.logger.logging_steps == 0:
             self._console.step(step, metrics.values)
-        if any(name.startswith("eval/") for name in metrics.values):
+        if evaluated:
             self._console.note(f"evaluation after step {step}: {evaluation_line(metrics.values)}")
             self._keep_best(step, metrics.values)
         every = self._ckpt.save_steps
@@ -176,27 +163,36 @@ class RLOutputs:
                 self._export(Path(f"{self._folder}_ema"), ema=True)
             if self._settings.save_critic and self._models.critic is not None:
                 self._export_model(self._models.critic, Path(f"{self._folder}_critic"))
-            self.close()
+            problems = self._close_files()
+            if problems:
+                raise problems[0]
             report = write_report(self._folder, "Reinforcement learning")
         self._console.note(f"model, metrics and rollouts: {self._folder}; report: {report}")
 
     def close(self) -> None:
-        """Flushes what is open, also after a failure."""
+        """Flushes what is still open after a failure; one of its own is a warning, and does not hide the first."""
+        for problem in self._close_files():
+            self._console.warn(f"the last metrics or rollouts are lost: {problem}")
+
+    def _close_files(self) -> list[OSError]:
+        problems = []
         for open_file in (self._trackers, self._rollouts):
-            if open_file is not None:
-                open_file.close()
+            try:
+                if open_file is not None:
+                    open_file.close()
+            except OSError as error:
+                problems.append(error)
         self._trackers, self._rollouts = None, None
+        return problems
 
     def _checkpoint(self, step: int) -> None:
         with _naming_the_disk(f"writing the checkpoint of step {step}"):
-            self._store.sweep()
+            self._states.sweep()
             if not self._ckpt.disable_ds:
-                self._save_state(self._store.folder(step))
+                self._save_state(self._states.actor.folder(step))
             if self._ckpt.save_hf:
-                self._export(self._store.export_folder(step))
-            self._store.prune()
-            if self._critic_store is not None:
-                self._critic_store.prune()
+                self._export(self._states.actor.export_folder(step))
+            self._states.prune()
 
     def _save_state(self, folder: Path) -> None:
         state = {
@@ -204,12 +200,12 @@ class RLOutputs:
             "best": self._best.state_dict(),
             "fixed": self._settings.fixed,
         }
-        if self._critic_store is not None:
+        if self._models.critic is not None:
             # Before the actor's, whose state is what a resumed run looks for.
-            critic = self._critic_store.root / folder.name
-            self._critic_store.sweep()
+            critic = self._states.critic_of(folder)
             self._models.critic.call("save_checkpoint", str(critic), {}, timeout=self._timeout)
         self._models.actor.call("save_checkpoint", str(folder), state, timeout=self._timeout)
+        write_fixed(folder, self._settings.fixed)
         (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
 
     def _export(self, folder: Path, *, ema: bool = False) -> None:

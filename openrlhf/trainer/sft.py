@@ -13,6 +13,7 @@ from openrlhf.algorithms.aggregate import aggregate
 from openrlhf.backends.base import Backend
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 from openrlhf.backends.distributed import init_distributed, shutdown_distributed
+from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import SFTConfig, to_flags_yaml
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.parse import print_note
@@ -22,7 +23,7 @@ from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.trainer.process import choose_device, make_deterministic, prepare_process, rank_from_environment
 from openrlhf.trainer.supervised import LoopSettings, SupervisedTrainer, planned_steps
-from openrlhf.trainer.supervised_outputs import SupervisedOutputs, parameter_shapes, sole_run
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs, sole_run
 
 
 class SFTObjective:

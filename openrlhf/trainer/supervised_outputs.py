@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from openrlhf.backends.base import Backend
-from openrlhf.backends.checkpoints import CheckpointStore
+from openrlhf.backends.checkpoints import CheckpointStore, refuse_other_run
 from openrlhf.backends.distributed import from_rank_0, raise_if_any
+from openrlhf.backends.shapes import Shapes, refuse_other_model, write_shapes
 from openrlhf.config import CkptConfig, ConfigError, LoggerConfig
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
@@ -22,38 +21,22 @@ from openrlhf.tracking.report import write_report
 from openrlhf.utils.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
-# In a state: the shape of every parameter of the model that it belongs to.
-SHAPES_FILE = "parameters.json"
-
-Shapes = Mapping[str, Sequence[int]]
-
-
-def parameter_shapes(module: torch.nn.Module) -> dict[str, list[int]]:
-    """Returns: by name, the whole shape of each parameter, sharded or not."""
-    return {name: list(getattr(item, "ds_shape", item.shape)) for name, item in module.named_parameters()}
-
-
-def difference_of(there: Shapes, here: Shapes) -> str | None:
-    """Returns: in words, a parameter that two models do not share; None where they have the same shapes."""
-    for name, shape in here.items():
-        if name in there and list(there[name]) != list(shape):
-            return f"{name} is {list(there[name])} there and {list(shape)} in this run"
-    for these, those, where in ((here, there, "there"), (there, here, "in this run")):
-        missing = next((name for name in these if name not in those), None)
-        if missing is not None:
-            return f"{missing} is missing {where}"
-    return None
 
 
 @contextmanager
-def locked(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
+def locked(ckpt: CkptConfig, warn: Callable[[str], None], *, keeps_best: bool = False) -> Iterator[None]:
     """While it lasts, no other run writes into the folders of this one.
+
+    Args:
+        keeps_best: a model is written below --ckpt.path whether or not there are checkpoints.
 
     Raises:
         ConfigError: another run holds one of them.
         OSError: one of them cannot be made.
     """
-    folders = {"--ckpt.output_dir": ckpt.output_dir} | ({"--ckpt.path": ckpt.path} if ckpt.save_steps > 0 else {})
+    folders = {"--ckpt.output_dir": ckpt.output_dir}
+    if ckpt.save_steps > 0 or keeps_best:
+        folders["--ckpt.path"] = ckpt.path
     with ExitStack() as held:
         for flag, folder in folders.items():
             held.enter_context(RunLock(folder, flag=flag, warn=warn))
@@ -65,7 +48,7 @@ def sole_run(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, no other run writes into the folders of this one; collective.
 
     Raises:
-        ConfigError: another run holds one of them.
+        ConfigError: another run holds one of them, or has left checkpoints that this one would be mixed up with.
         RankError: one of them cannot be made.
     """
     with ExitStack() as held:
@@ -73,10 +56,22 @@ def sole_run(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
         if dist.get_rank() == 0:
             try:
                 held.enter_context(locked(ckpt, warn))
+                _refuse_used(ckpt)
             except (ConfigError, OSError) as error:
                 problem = error
         raise_if_any(f"taking {ckpt.output_dir}", problem)
         yield
+
+
+def _store_of(ckpt: CkptConfig) -> CheckpointStore:
+    return CheckpointStore(Path(ckpt.path), max_num=ckpt.max_num, max_mem_gb=ckpt.max_mem)
+
+
+def _refuse_used(ckpt: CkptConfig) -> None:
+    store = _store_of(ckpt)
+    resumable = store.latest() is not None
+    if ckpt.save_steps > 0 and not (ckpt.load_enable and resumable):
+        refuse_other_run(ckpt.path, [store], resumable=resumable)
 
 
 class SupervisedOutputs:
@@ -109,7 +104,7 @@ class SupervisedOutputs:
         self._title = title
         self._yaml = config_yaml
         self._folder = Path(ckpt.output_dir)
-        self._store = CheckpointStore(Path(ckpt.path), max_num=ckpt.max_num, max_mem_gb=ckpt.max_mem)
+        self._store = _store_of(ckpt)
         self._trackers: MultiTracker | None = None
         self._console: Console | None = None
         self._total = 0
@@ -128,21 +123,11 @@ class SupervisedOutputs:
         if folder is None:
             self.note(f"--ckpt.load_enable: there is no checkpoint under {self._ckpt.path}, starting anew")
             return None
-        self._on_rank_0(f"reading {folder}", lambda: self._refuse_other_model(folder))
+        self._on_rank_0(f"reading {folder}", lambda: refuse_other_model(folder, self._shapes))
         state = self._backend.load_checkpoint(folder)
+        self._store.go_on_after(state["step"])
         self.note(f"going on after step {state['step']} from {folder}")
         return state
-
-    def _refuse_other_model(self, folder: Path) -> None:
-        """Raises: ConfigError. DeepSpeed would, on some stages, lay parts of one weight into another."""
-        file = folder / SHAPES_FILE
-        # A kill right after the state was whole leaves it without this file.
-        difference = difference_of(json.loads(file.read_text()), self._shapes) if file.exists() else None
-        if difference is not None:
-            raise ConfigError(
-                f"the checkpoint {folder} was written by another model: {difference}; resume with the model that its "
-                f"{CONFIG_FILE} names, or start anew without --ckpt.load_enable"
-            )
 
     def open(self, step: int, total_steps: int) -> None:
         """Opens the files of the run; what a stopped run wrote after ``step`` is cut."""
@@ -210,7 +195,7 @@ class SupervisedOutputs:
 
     def _describe_state(self, folder: Path) -> None:
         (folder / CONFIG_FILE).write_text(self._yaml)
-        (folder / SHAPES_FILE).write_text(json.dumps(self._shapes) + "\n")
+        write_shapes(folder, self._shapes)
 
     def export(self, folder: Path) -> None:
         """Writes model and tokenizer as a folder that transformers loads.

@@ -14,6 +14,7 @@ import torch
 from ray.exceptions import RayError
 
 from openrlhf.backends.base import Backend
+from openrlhf.backends.shapes import parameter_shapes, refuse_other_model, write_shapes
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.models.value_head import HeadSpec
@@ -193,11 +194,17 @@ class TrainWorker:
         self._backend.save_hf(Path(folder), ema=ema)
 
     def save_checkpoint(self, folder: str, state: dict[str, Any]) -> None:
-        """Writes a state to go on from."""
+        """Writes a state to go on from, with the shapes of the model that it is of."""
         self._backend.save_checkpoint(Path(folder), state)
+        if self._rank == 0:
+            write_shapes(Path(folder), parameter_shapes(self._backend.module))
 
     def load_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Returns: the state that was saved beside the weights."""
+        """Returns: the state that was saved beside the weights.
+
+        Raises: ConfigError, where another model has written it; see ``Backend.load_checkpoint`` for the rest.
+        """
+        refuse_other_model(Path(folder), parameter_shapes(self._backend.module))
         return self._backend.load_checkpoint(Path(folder))
 
     def close(self) -> None:

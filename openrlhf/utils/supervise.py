@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from openrlhf.config.errors import ConfigError
 from openrlhf.utils.errors import RunError
 
 _GRACE_S = 5.0
@@ -66,7 +67,8 @@ class Supervisor:
             By name, the results.
 
         Raises:
-            RunError: a worker died, a call failed, or the time is up.
+            ConfigError: a call met a setting that cannot be used.
+            RunError: a worker died, a call failed otherwise, or the time is up.
         """
         results: dict[str, Any] = {}
         left = {ref: name for name, ref in refs.items()}
@@ -82,13 +84,17 @@ class Supervisor:
         """Returns: what a finished call gave.
 
         Raises:
-            RunError: the call failed, or its worker died.
+            ConfigError: the call met a setting that cannot be used.
+            RunError: the call failed otherwise, or its worker died.
         """
         try:
             return ray.get(ref, timeout=60)
         except GetTimeoutError as error:
             raise RunError(f"{name} finished its work, but its result did not arrive within 60 s") from error
         except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, ConfigError):
+                # No death of a peer leads to it, and what the user has to change needs no worker.
+                raise ConfigError(str(error.cause)) from error
             # A worker that loses a peer fails as well, and may report first: the one that died is the cause.
             self._blame_the_dead()
             raise RunError(f"{name} failed: {describe(error)}") from error

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.backends.checkpoints import CheckpointStore
+from openrlhf.backends.checkpoints import CheckpointStore, refuse_other_run
+from openrlhf.config import ConfigError
 
 
 def _write(store: CheckpointStore, step: int, *, megabytes: float = 0.0, complete: bool = True) -> None:
@@ -124,3 +125,48 @@ def test_the_next_save_sweeps_what_killed_ones_left_and_nothing_else(tmp_path: P
     assert _names(store.root) == ["global_step4", "mine.old", "mine.partial"]
     assert _names(tmp_path) == ["_actor", "global_step2_hf", "global_step5_hf"]
     assert _names(store.export_folder(2)) == []
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_run_did_not_go_on_from_goes_before_its_next_save_and_no_sooner(tmp_path: Path, apart: bool) -> None:
+    states = tmp_path / "_actor" if apart else tmp_path
+    store = CheckpointStore(states, max_num=1, max_mem_gb=1, exports=tmp_path if apart else None)
+    for step in (2, 4, 9):
+        _write(store, step)
+        _export(store, step)
+    store.go_on_after(2)
+    assert len(store.held()) == 6
+    store.sweep()
+    assert [path.name for path in store.held()] == ["global_step2", "global_step2_hf"]
+    # What the run saves itself is its own, however often it sweeps.
+    _write(store, 3)
+    store.sweep()
+    store.prune()
+    assert [path.name for path in store.held()] == ["global_step3"]
+
+
+def test_a_new_run_is_refused_a_folder_whose_checkpoints_would_outlive_its_own(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, max_num=9, max_mem_gb=1)
+    refuse_other_run("states", [store], resumable=False)
+    _write(store, 1, complete=False)
+    _export(store, 1, complete=False)
+    refuse_other_run("states", [store], resumable=False)
+    for step in (2, 9, 10):
+        _write(store, step)
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_run("states", [store], resumable=True)
+    assert str(caught.value) == (
+        "--ckpt.path states holds states of another run (global_step2, global_step9, global_step10): add "
+        "--ckpt.load_enable to go on from them, or name another folder."
+    )
+    _export(store, 11)
+    with pytest.raises(ConfigError, match=r"\(global_step9, global_step10, global_step11_hf and older ones\)"):
+        refuse_other_run("states", [store], resumable=True)
+
+
+def test_exports_alone_are_refused_too_and_nobody_is_told_to_go_on_from_them(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "_actor", max_num=9, max_mem_gb=1, exports=tmp_path)
+    _export(store, 3)
+    with pytest.raises(ConfigError, match="holds checkpoints of another run .global_step3_hf.*cannot go on") as caught:
+        refuse_other_run("states", [store], resumable=False)
+    assert "load_enable" not in str(caught.value)

@@ -123,6 +123,16 @@ def test_an_evaluation_is_logged_at_any_step_with_the_numbers_of_its_step():
     assert recorder.lines == [(4, {"x": 4.0, "eval": 1.0}), (6, {"x": 6.0})]
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_two_parts_of_a_held_step_are_logged_as_one_line(always):
+    recorder = Recorder()
+    tracker = MultiTracker([recorder], logging_steps=3)
+    tracker.log(4, {"x": 4, "y": 1})
+    tracker.log(4, {"y": 2, "eval": 1}, always=always)
+    tracker.close()
+    assert recorder.lines == [(4, {"x": 4.0, "y": 2.0, "eval": 1.0})]
+
+
 def test_what_is_no_number_is_refused_by_name_and_a_text_goes_to_all():
     recorder = Recorder()
     tracker = MultiTracker([recorder])

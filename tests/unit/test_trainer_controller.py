@@ -39,13 +39,15 @@ def failed(group: int) -> Trajectory:
     return Trajectory(group, 0, "p", None, [], failure="the judge is down")
 
 
-def controller_of(*rollouts: Collected, kl: KLConfig | None = None) -> tuple[RLController, io.StringIO]:
+def controller_of(
+    *rollouts: Collected, kl: KLConfig | None = None, evaluator: Any = None
+) -> tuple[RLController, io.StringIO]:
     """A controller without workers: whatever reaches them is an error."""
     said = io.StringIO()
     scorer = RewardScorer([], None, combine="sum", budget=Budget(1, None), max_len=8, timeout=1.0)
     algo = AlgoConfig(kl=kl or KLConfig(), dynamic_filtering_enable=True)
     loop = LoopSettings(algo, RewardShaping((-10.0, 10.0)), 1.0, Budget(1, None), torch.float32, 0, 1.0)
-    workers: Any = dict.fromkeys(("pool", "models", "updater", "evaluator"))
+    workers: Any = dict.fromkeys(("pool", "models", "updater")) | {"evaluator": evaluator}
     collector: Any = ScriptedCollector(*rollouts)
     return RLController(loop, collector=collector, scorer=scorer, console=Console(1, said), **workers), said
 
@@ -71,12 +73,35 @@ def test_a_rollout_that_came_is_not_thrown_away_because_the_data_ends_with_it() 
 
 def test_a_checkpoint_holds_the_place_in_the_data_and_the_coefficient_of_the_kl() -> None:
     rollouts = [Collected(), Collected(), Collected()]
-    first, _ = controller_of(*rollouts, kl=KLConfig(init_coef=0.1))
+    first, _ = controller_of(*rollouts, kl=KLConfig(init_coef=0.1, target=1.0))
     first.position = Position(step=3, updates=11, kl_coef=0.25)
     first._collector.collect()
     state = json.loads(json.dumps(first.state_dict()))
     first.position.step += 1
-    second, _ = controller_of(*rollouts, kl=KLConfig(init_coef=0.1))
+    second, _ = controller_of(*rollouts, kl=KLConfig(init_coef=0.1, target=1.0))
     second.load_state_dict(state)
     assert second.position == Position(step=3, updates=11, kl_coef=0.25)
     assert second.state_dict() == state
+
+
+def test_a_coefficient_that_does_not_adapt_is_what_the_flag_of_the_resumed_run_says() -> None:
+    first, _ = controller_of(Collected(), kl=KLConfig(init_coef=0.1, target=1.0))
+    first.position = Position(step=3, updates=11, kl_coef=0.25)
+    second, _ = controller_of(Collected(), kl=KLConfig(init_coef=0.02))
+    second.load_state_dict(first.state_dict())
+    assert second.position == Position(step=3, updates=11, kl_coef=0.02)
+
+
+def test_a_run_that_goes_on_from_an_evaluated_step_knows_that_it_was_evaluated() -> None:
+    class ScriptedEvaluator:
+        def run(self) -> dict[str, float]:
+            return {"eval/default_pass1": 0.5}
+
+    first, _ = controller_of(Collected(), evaluator=ScriptedEvaluator())
+    first.position.step = 4
+    before = first.state_dict()
+    assert not first.evaluated and first.evaluate() and first.evaluated
+    for state, evaluated in ((before, False), (first.state_dict(), True)):
+        second, _ = controller_of(Collected(), evaluator=ScriptedEvaluator())
+        second.load_state_dict(state)
+        assert second.evaluated is evaluated
