@@ -265,6 +265,8 @@ def _for_turn(current: Any, first: Any, room: int, turn: int) -> Any:
     params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     if params.max_tokens < 1:
         raise AgentError(f"sampling_params.max_tokens is {current.max_tokens}; at least 1 is needed")
+    if first.logprobs is not None:
+        _check_distribution(params, first)
     params.logprobs = first.logprobs
     params.output_kind = first.output_kind
     # Stop strings are found in the text, which the engine otherwise does not make; the ids are the same either way.
@@ -273,3 +275,29 @@ def _for_turn(current: Any, first: Any, room: int, turn: int) -> Any:
         # Every request begins its random stream anew: with one seed all turns would draw the same numbers.
         params.seed = derive_seed(first.seed, turn)
     return params
+
+
+# Settings that change the distribution that tokens are drawn from.
+_DISTRIBUTION = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+)
+
+
+def _check_distribution(params: Any, first: Any) -> None:
+    """Raises AgentError where an environment changed what the engine's log-probs are log-probs of."""
+    changed = [name for name in _DISTRIBUTION if getattr(params, name, None) != getattr(first, name, None)]
+    if changed:
+        raise AgentError(
+            f"the environment changed sampling_params.{changed[0]}, and the run compares the engine's log-probs with "
+            "the trainer's, which are those of the run's own sampling: leave it, or leave out "
+            "--algo.advantage.is_correction_enable"
+        )

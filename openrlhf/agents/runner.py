@@ -74,7 +74,7 @@ async def run_sample(
                 images=prompt.images,
             )
             returned = await _within(call, left, timeout)
-            fill_trajectory(trajectory, returned, version, rewarded_by_model=rewarded_by_model)
+            fill_trajectory(trajectory, returned, version, rewarded_by_model=rewarded_by_model, max_length=max_length)
         except Exception as error:
             await engine.check_health()
             _clear(trajectory)
@@ -105,18 +105,26 @@ def _clear(trajectory: Trajectory) -> None:
 
 
 def fill_trajectory(
-    trajectory: Trajectory, returned: Any, weight_version: int, *, rewarded_by_model: bool = False
+    trajectory: Trajectory,
+    returned: Any,
+    weight_version: int,
+    *,
+    rewarded_by_model: bool = False,
+    max_length: int | None = None,
 ) -> None:
     """Checks the dict of ``AgentExecutorBase.execute`` and writes it into ``trajectory``.
 
     Args:
         weight_version: version of the weights when the sample began.
         rewarded_by_model: no reward and no ``failure`` leave both to a reward model.
+        max_length: tokens that a record may have; None for no bound.
 
     Raises: AgentError, naming the key, what was found and what is expected.
     """
     if not isinstance(returned, dict):
         raise AgentError(f"execute() returned {type(returned).__name__}, not a dict")
+    if returned.get("mm_train_inputs") is not None:
+        raise AgentError("'mm_train_inputs' are given, and models that take images cannot be trained yet")
     truncated = bool(returned.get("truncated", False))
     records = returned.get("segments")
     if records is None:
@@ -124,6 +132,9 @@ def fill_trajectory(
     if not isinstance(records, list | tuple) or not records:
         raise AgentError(f"'segments' is {records!r:.60}, not a list of token records")
     segments = [_segment(record, truncated, weight_version) for record in records]
+    longest = max(len(segment.tokens) for segment in segments)
+    if max_length is not None and longest > max_length:
+        raise AgentError(f"'observation_tokens' has {longest} tokens; --data.max_len allows {max_length}")
     if not any(segment.num_actions for segment in segments):
         raise AgentError("'action_ranges' holds no token that the policy sampled")
     reward, score = (optional_number(key, returned.get(key)) for key in ("reward", "scores"))

@@ -24,6 +24,10 @@ RESERVED_ENGINE_ARGUMENTS = {
 }
 
 
+SAMPLE_SHARE = 0.8
+"""Of --train.step_timeout, what one sample may take, so that one that hangs is dropped before the run gives up."""
+
+
 def check_rl(config: PPOConfig) -> None:
     """Raises ConfigError where flags of RL do not fit together."""
     check_reward_source(config)
@@ -56,9 +60,17 @@ def check_reward_source(config: PPOConfig) -> None:
             "address of a reward server, --reward.model_name_or_path a reward model, or --train.agent_func_path an "
             "agent."
         )
-    if url and (model or agent):
-        other = "--reward.model_name_or_path" if model else "--train.agent_func_path"
-        raise ConfigError(f"--reward.remote_url and {other} are given, but rewards come from one source; keep one.")
+    given = [
+        flag
+        for flag, value in (
+            ("--reward.remote_url", url),
+            ("--reward.model_name_or_path", model),
+            ("--train.agent_func_path", agent),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are given, but rewards come from one source; keep one.")
     if agent and not agent.endswith(".py"):
         raise ConfigError(f"--train.agent_func_path takes a Python file (.py), found {agent!r}.")
     if url and "://" in url:
@@ -90,10 +102,11 @@ def check_deadlines(config: PPOConfig) -> None:
     """Raises ConfigError where a reward function that hangs would end the run before its sample is given up."""
     reward, step = config.reward, config.train.step_timeout
     longest = reward.timeout * (1 + reward.max_retries)
-    if config.reward.remote_url and longest >= step:
+    if config.reward.remote_url and longest >= SAMPLE_SHARE * step:
         raise ConfigError(
             f"--reward.timeout {reward.timeout:g} x (1 + --reward.max_retries {reward.max_retries}) = {longest:g} s is "
-            f"not below --train.step_timeout {step:g}, after which the run stops; lower the former or raise the latter."
+            f"not below {SAMPLE_SHARE:.0%} of --train.step_timeout {step:g}, after which a sample is given up; lower "
+            "the former or raise the latter."
         )
 
 
@@ -191,6 +204,11 @@ def check_penalties(config: PPOConfig) -> None:
     buffer, longest = config.reward.overlong_buffer_len, config.rollout.max_new_tokens
     if buffer is None:
         return
+    if config.train.agent_func_path:
+        raise ConfigError(
+            "--reward.overlong_buffer_len is counted back from --rollout.max_new_tokens, which bounds each turn of an "
+            "agent and not the whole conversation; let the agent take the penalty off its rewards."
+        )
     if longest is None:
         raise ConfigError("--reward.overlong_buffer_len is counted back from --rollout.max_new_tokens; set that too.")
     if buffer > longest:

@@ -39,7 +39,7 @@ class PPOCkptConfig(CkptConfig):
     max_mem: float = float("inf")
     """Disk space in GB that checkpoints may take together; the oldest go first."""
     best_metric_key: str = ""
-    """Evaluation metric whose best value keeps its checkpoint; empty takes the first pass1 metric, none takes none."""
+    """Metric of evaluation whose best model goes to <ckpt.path>/best_hf; empty takes the first pass1, none none."""
 
 
 @dataclass(frozen=True)

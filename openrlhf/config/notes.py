@@ -75,6 +75,37 @@ RL = (
         lambda c: c.algo.advantage.estimator == "gae" or c.reward.model_name_or_path is not None,
         "without a critic (--algo.advantage.estimator gae) or a --reward.model_name_or_path",
     ),
+    Dependent(
+        ("reward.timeout", "reward.max_retries"),
+        lambda c: c.reward.remote_url is not None,
+        "without --reward.remote_url",
+    ),
+    Dependent(
+        ("reward.workers",),
+        lambda c: (c.reward.remote_url or "").endswith(".py"),
+        "without a Python file in --reward.remote_url",
+    ),
+    Dependent(
+        ("train.colocate_critic_reward",),
+        lambda c: c.has_critic or bool(c.reward_models),
+        "without a critic or a reward model",
+    ),
+    Dependent(("train.colocate_actor_ref",), lambda c: c.algo.kl.enabled, "without a reference model"),
+    Dependent(
+        ("actor.eps_clip", "actor.eps_clip_low_high"),
+        lambda c: c.actor.policy_loss_type != "sapo",
+        "under --actor.policy_loss_type sapo, which has no clip",
+    ),
+    Dependent(
+        ("ref.offload", "reward.offload"),
+        lambda c: c.ds.zero_stage < 3,
+        "under --ds.zero_stage 3, where each GPU holds only its part of these models",
+    ),
+    Dependent(
+        ("ds.adam_offload",),
+        lambda c: c.ds.zero_stage > 0 or c.ds.param_dtype != "fp32",
+        "under --ds.zero_stage 0 in fp32",
+    ),
     Dependent(("ckpt.best_metric_key",), lambda c: c.eval.dataset is not None, "without --eval.dataset"),
     Dependent(("algo.kl.horizon",), lambda c: c.algo.kl.target is not None, "without --algo.kl.target"),
     Dependent(

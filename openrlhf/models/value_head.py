@@ -60,6 +60,14 @@ class ValueHead:
         self.plain_forward = module.forward
         self._asked: str | None = None
         module.forward = self.forward
+        module.score.forward = self._score
+
+    def _score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head in float32: 8 bits of a sum over the hidden size would turn near scores into ties.
+
+        Stands in the head's own forward, the one place where its weight is whole under ZeRO-3.
+        """
+        return nn.functional.linear(hidden.float(), self.module.score.weight.float())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns: while asked, outputs [B, S, 1] or the hidden states [B, S, H] that the head reads."""

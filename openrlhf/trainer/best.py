@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from openrlhf.config import ConfigError
 NONE = "none"
 BEST_FILE = "best.json"
 
-_PASS1 = re.compile(r"eval/.*_pass1")
+_PASS1, _REWARD = re.compile(r"eval/.*_pass1"), re.compile(r"eval/.*_reward")
 
 
 class BestModel:
@@ -22,31 +23,37 @@ class BestModel:
     def __init__(self, key: str, folder: Path) -> None:
         """
         Args:
-            key: --ckpt.best_metric_key: a metric, with "/" or "_" after "eval"; empty takes the first pass1; "none"
-                keeps nothing.
+            key: --ckpt.best_metric_key: a metric, with "/" or "_" after "eval"; empty takes the first pass1, or
+                else the first reward; "none" keeps nothing.
             folder: of the exported model.
         """
         self._key = key
         self.folder = folder
+        # Settled by the first evaluation: the best of two metrics would be none of either.
+        self._name: str | None = None
         self._best: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns: the best evaluation so far."""
-        return {"best": self._best}
+        return {"name": self._name, "best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to where ``state`` was taken."""
-        self._best = state["best"]
+        self._name, self._best = state["name"], state["best"]
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Takes an evaluation. Returns: whether it is the best so far; of equal ones the first.
 
-        Raises: ConfigError, where the evaluation has no such metric.
+        One without the metric (nothing of it could be scored) is passed over.
+
+        Raises: ConfigError, where the first evaluation has no such metric.
         """
-        name = self._metric(metrics)
-        if name is None or (self._best is not None and metrics[name] <= self._best["value"]):
+        if self._name is None:
+            self._name = self._metric(metrics)
+        value = math.nan if self._name is None else metrics.get(self._name, math.nan)
+        if math.isnan(value) or (self._best is not None and value <= self._best["value"]):
             return False
-        self._best = {"metric": name, "value": metrics[name], "step": step}
+        self._best = {"metric": self._name, "value": value, "step": step}
         return True
 
     def write(self) -> None:
@@ -58,7 +65,9 @@ class BestModel:
         if self._key == NONE:
             return None
         if not self._key:
-            return next((name for name in found if _PASS1.fullmatch(name)), None)
+            # The scores of reward models are no pass rates; the reward is what there is then.
+            likely = [name for kind in (_PASS1, _REWARD) for name in found if kind.fullmatch(name)]
+            return likely[0] if likely else None
         for name in found:
             if self._key in (name, name.replace("/", "_")):
                 return name

@@ -26,7 +26,7 @@ from openrlhf.trainer.dry_run_parts import (
     resources,
     sizes_words,
 )
-from openrlhf.trainer.schedule import frozen_steps, step_prompts, step_updates
+from openrlhf.trainer.schedule import check_frozen, frozen_steps, step_prompts, step_updates
 
 
 def rl_plan(config: PPOConfig) -> Plan:
@@ -116,6 +116,7 @@ def prompt_cells(config: PPOConfig, rows: Rows, tokenizer: Any) -> Cells:
 def batch_cells(plan: Plan, config: PPOConfig, prompts: int) -> Cells:
     """Returns: what a step and the whole run are made of; adds what deserves a look to the plan."""
     rollout, train = config.rollout, config.train
+    check_frozen(config, prompts)
     steps = step_prompts(config, prompts)
     updates, frozen = step_updates(config, prompts), frozen_steps(config)
     at_most = "at most " if config.algo.dynamic_filtering_enable else ""
@@ -134,10 +135,6 @@ def batch_cells(plan: Plan, config: PPOConfig, prompts: int) -> Cells:
         cells.append(("filter", f"groups whose mean score lies between {low:g} and {high:g} and that differ"))
     if train.enable_ema:
         cells.append(("moving average", f"of the policy, decay {train.ema_beta:g}, exported beside it"))
-    if frozen >= len(steps):
-        plan.warnings.append(
-            f"--critic.freezing_steps {frozen} covers all {len(steps)} steps, so the policy is never trained."
-        )
     return cells
 
 

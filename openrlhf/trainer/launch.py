@@ -8,7 +8,8 @@ from typing import Any
 
 import ray
 
-from openrlhf.config import ConfigError, PPOConfig
+from openrlhf.config import PPOConfig
+from openrlhf.config.checks_rl import SAMPLE_SHARE
 from openrlhf.models.loading import DTYPES, load_tokenizer
 from openrlhf.models.value_head import HeadSpec
 from openrlhf.rollout.actor import AgentSpec, RolloutActor
@@ -22,8 +23,6 @@ from openrlhf.trainer.workers import ModelSpec, WorkerGroup
 from openrlhf.utils.seeds import derive_seed
 from openrlhf.utils.supervise import Supervisor
 
-# Of --train.step_timeout, what one sample may take, so that a sample which hangs is dropped before the pool gives up.
-_SAMPLE_SHARE = 0.8
 _CPU_SEQUENCES, _GPU_SEQUENCES = 128, 512
 
 
@@ -93,7 +92,7 @@ def _agent_spec(config: PPOConfig) -> AgentSpec:
         reward_timeout=config.reward.timeout,
         reward_retries=config.reward.max_retries,
         reward_workers=config.reward.workers,
-        sample_timeout=_SAMPLE_SHARE * config.train.step_timeout,
+        sample_timeout=SAMPLE_SHARE * config.train.step_timeout,
     )
 
 
@@ -115,17 +114,10 @@ class ModelLauncher:
             num_prompts: that the run has, from which the schedule's length follows.
 
         Returns: the groups, and process id and node of the actor's first rank.
-
-        Raises: ConfigError where the policy would be frozen to the end.
         """
         config = self._config
         updates = step_updates(config, num_prompts)
         frozen = frozen_steps(config)
-        if frozen >= len(updates):
-            raise ConfigError(
-                f"--critic.freezing_steps {frozen} covers all {len(updates)} steps of the run, so the policy would "
-                "never be trained; lower it or raise --train.num_episodes."
-            )
         actor, ranks = self._start("actor", self._actor_spec(sum(updates[frozen:])))
         ref = critic = None
         if "ref" in self._places:

@@ -87,7 +87,7 @@ def policy_loss(
     )
     if "correction_weights" in fields:
         losses = losses * mask_out(fields["correction_weights"], mask)
-    more = {"policy_loss": losses.detach().sum()}
+    more: dict[str, torch.Tensor] = {}
     total = losses
     if spec.kl_estimator is not None:
         kl = _kl(scores.logprobs, batch, spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrlhf.config import PPOConfig
+from openrlhf.config import ConfigError, PPOConfig
 from openrlhf.data.batching import split_updates
 
 
@@ -25,6 +25,16 @@ def step_updates(config: PPOConfig, prompts: int) -> list[int]:
         len(split_updates(count * samples, train.batch_size)) * train.max_epochs
         for count in step_prompts(config, prompts)
     ]
+
+
+def check_frozen(config: PPOConfig, prompts: int) -> None:
+    """Raises ConfigError where the policy would be frozen to the end."""
+    steps = len(step_prompts(config, prompts))
+    if frozen_steps(config) >= steps:
+        raise ConfigError(
+            f"--critic.freezing_steps {frozen_steps(config)} covers all {steps} steps of the run, so the policy would "
+            "never be trained; lower it or raise --train.num_episodes."
+        )
 
 
 def frozen_steps(config: PPOConfig) -> int:

@@ -70,8 +70,13 @@ class RewardScorer:
             return
         scores = torch.stack([self._score(model, waiting) for model in self._models])
         rewards = combine_scores(scores, self._combine)
-        for trajectory, reward in zip(waiting, rewards.tolist(), strict=True):
-            trajectory.reward = trajectory.score = reward
+        usable = scores.isfinite().all(0)
+        for index, trajectory in enumerate(waiting):
+            if usable[index]:
+                trajectory.reward = trajectory.score = float(rewards[index])
+            else:
+                # What cannot be scored is dropped and counted, whatever the other models say of it.
+                trajectory.failure = f"a reward model's score is no number: {scores[:, index].tolist()}"
 
     def _score(self, model: RewardModel, trajectories: Sequence[Trajectory]) -> torch.Tensor:
         batch = self._rows(model, trajectories)
@@ -83,13 +88,17 @@ class RewardScorer:
         # A conversation in several segments is judged by the last one, which holds its end.
         rows = [trajectory.segments[-1].tokens for trajectory in trajectories]
         if model.tokenizer is not None:
-            rows = [self._translate(model.tokenizer, tokens) for tokens in rows]
+            rows = [self._translate(model.tokenizer, trajectory) for trajectory in trajectories]
         return pack_rows(rows, [torch.zeros(len(row), dtype=torch.bool) for row in rows])
 
-    def _translate(self, tokenizer: Any, tokens: list[int]) -> list[int]:
-        text = self._policy_tokenizer.decode(tokens, skip_special_tokens=True)
+    def _translate(self, tokenizer: Any, trajectory: Trajectory) -> list[int]:
+        """The conversation in the reward model's own ids: its text, and its end of a row where the policy stopped."""
+        segment = trajectory.segments[-1]
+        text = self._policy_tokenizer.decode(segment.tokens, skip_special_tokens=True)
         ids = tokenizer(text, add_special_tokens=True).input_ids
-        return (ids or [tokenizer.eos_token_id])[-self._max_len :]
+        if not trajectory.truncated and ids[-1:] != [tokenizer.eos_token_id]:
+            ids = [*ids, tokenizer.eos_token_id]
+        return ids[-self._max_len :]
 
 
 def combine_scores(scores: torch.Tensor, how: Combine) -> torch.Tensor:

@@ -42,8 +42,7 @@ def critic_loss(
     """
     fields = batch.token_fields
     losses, sums = value_loss(values, fields["old_values"], fields["returns"], batch.action_mask, spec.clip)
-    part = aggregate_part(losses, batch, spec.aggregation, denominator, spec.constant)
-    return part, MetricSums({**sums.sums, "value_loss": losses.detach().sum()}, sums.count)
+    return aggregate_part(losses, batch, spec.aggregation, denominator, spec.constant), sums
 
 
 def update_critic(backend: Backend, share: StepShare, spec: ValueLossSpec) -> RankResult:

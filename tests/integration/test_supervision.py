@@ -179,7 +179,7 @@ def _requests(sizes: Sequence[int]) -> list[GroupRequest]:
 def engines(local_ray: None) -> list[Any]:
     """For tests that let both of them live; warm, so that the script alone decides who is slow."""
     engines = [ScriptedActor.remote() for _ in range(2)]
-    list(_pool(engines, [{}, {}]).stream(_requests([1] * 4)))
+    list(_pool(engines, [{}, {}]).stream(deque(_requests([1] * 4))))
     return engines
 
 
@@ -206,7 +206,7 @@ def _seen(engines: Sequence[Any]) -> list[tuple[list[int], int]]:
 
 def test_every_group_comes_once_and_whole_as_soon_as_it_is_finished(engines: list[Any]) -> None:
     sizes = [4, 1, 3, 2, 8, 1, 4, 16, 2, 5]
-    stream = _pool(engines, [{0: "hold"}] * 2, seconds=(0.01, 0.05)).stream(_requests(sizes))
+    stream = _pool(engines, [{0: "hold"}] * 2, seconds=(0.01, 0.05)).stream(deque(_requests(sizes)))
 
     groups = [next(stream) for _ in sizes[1:]]
     ray.get([engine.release.remote() for engine in engines], timeout=60)
@@ -221,7 +221,7 @@ def test_every_group_comes_once_and_whole_as_soon_as_it_is_finished(engines: lis
 
 
 def test_a_faster_engine_gets_more_of_the_work(engines: list[Any]) -> None:
-    done = list(_pool(engines, seconds=(0.0, 0.5), limit=4).stream(_requests([2] * 24)))
+    done = list(_pool(engines, seconds=(0.0, 0.5), limit=4).stream(deque(_requests([2] * 24))))
     (fast, _), (slow, _) = _seen(engines)
 
     assert len(done) == 24 and sorted(fast + slow) == list(range(24))
@@ -230,14 +230,14 @@ def test_a_faster_engine_gets_more_of_the_work(engines: list[Any]) -> None:
 
 def test_the_next_group_goes_where_the_fewest_samples_are_unfinished(engines: list[Any]) -> None:
     # One large group weighs as much as several small ones.
-    list(_pool(engines, limit=100).stream(_requests([9, 2, 2, 2, 2, 2])))
+    list(_pool(engines, limit=100).stream(deque(_requests([9, 2, 2, 2, 2, 2]))))
     (first, _), (second, _) = _seen(engines)
 
     assert (sorted(first), sorted(second)) == ([0], [1, 2, 3, 4, 5])
 
 
 def test_an_engine_never_holds_more_samples_than_it_was_promised(engines: list[Any]) -> None:
-    list(_pool(engines, seconds=(0.02, 0.01), limit=6).stream(_requests([2, 4, 3, 1, 5, 6, 2, 2, 4, 1, 3])))
+    list(_pool(engines, seconds=(0.02, 0.01), limit=6).stream(deque(_requests([2, 4, 3, 1, 5, 6, 2, 2, 4, 1, 3]))))
 
     assert all(0 < most <= 6 for _, most in _seen(engines))
 

@@ -144,11 +144,11 @@ def test_sampling_parameters_of_a_turn_reach_the_next_turns_and_no_other_sample(
             return {**returned, "sampling_params": params if self.turns == 1 else None}
 
     async def two() -> list[TalkingEngine]:
-        executor, params = MultiTurnAgentExecutor(Cooling), TurnParams(max_tokens=9)
+        executor, params = MultiTurnAgentExecutor(Cooling), TurnParams(max_tokens=9, logprobs=None)
         engines = [TalkingEngine("a", "b", "c") for _ in range(2)]
         for engine in engines:
             await play(executor, engine, params=params)
-        assert params == TurnParams(max_tokens=9)
+        assert params == TurnParams(max_tokens=9, logprobs=None)
         return engines
 
     for engine in asyncio.run(two()):
@@ -157,6 +157,13 @@ def test_sampling_parameters_of_a_turn_reach_the_next_turns_and_no_other_sample(
         assert [params.max_tokens for params in used] == [9, 9, 9]
         assert [params.stop for params in used] == [[], ["x"], ["x"]]
         assert [params.detokenize for params in used] == [False, True, True], "stop strings are looked for in text"
+
+
+def test_another_temperature_is_refused_where_the_engines_log_probs_are_compared_with_the_trainers() -> None:
+    cls = environment(sampling_params=TurnParams(max_tokens=4, temperature=0.5))
+    engine = TalkingEngine("a", "b")
+    trajectory = asyncio.run(play(MultiTurnAgentExecutor(cls), engine, label=2, params=TurnParams(max_tokens=9)))
+    assert trajectory.reward is None and "sampling_params.temperature" in trajectory.failure
 
 
 def test_what_training_needs_is_asked_for_even_with_parameters_that_the_environment_made() -> None:

@@ -231,8 +231,8 @@ def test_rows_longer_than_the_model_can_place_are_refused_before_anything_starts
 STOPPED_ROOM = """
 import time
 def run(config):
-    print("running", flush=True)
     try:
+        print("running", flush=True)
         time.sleep(30)
     finally:
         print("cleaning", flush=True)

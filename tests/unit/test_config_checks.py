@@ -216,15 +216,15 @@ def test_rewards_come_from_one_source():
     [
         ["--reward.timeout", "1200"],
         ["--reward.timeout", "600", "--reward.max_retries", "5"],
-        ["--train.step_timeout", "900"],
+        ["--train.step_timeout", "1125"],
         ["--reward.timeout", "300", "--reward.max_retries", "0", "--train.step_timeout", "100"],
     ],
 )
 def test_a_reward_that_hangs_must_be_given_up_before_the_step_is(extra):
     message = refusal(rl, *extra)
     assert all(flag in message for flag in ("--reward.timeout", "--reward.max_retries", "--train.step_timeout"))
-    rl("--reward.timeout", "1199")
-    rl("--reward.timeout", "30", "--train.step_timeout", "100")
+    rl("--reward.timeout", "959")
+    rl("--reward.timeout", "26", "--train.step_timeout", "100")
 
 
 @pytest.mark.parametrize("name", RESERVED_ENGINE_ARGUMENTS)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from openrlhf.config import ConfigError
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
-from openrlhf.models.forward import ForwardPlan, last_token_scores, score_values, state_values
+from openrlhf.models.forward import ForwardPlan, last_token_scores, score_hidden, score_values, state_values
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.probe import plan_forward
 from openrlhf.models.value_head import HeadSpec
@@ -114,6 +114,16 @@ def test_values_stand_at_the_token_whose_state_they_judge_and_scores_at_the_last
 def test_what_stands_at_the_last_token_of_a_row_reaches_no_value_of_the_next_not_even_nan() -> None:
     raw = torch.tensor([1.0, float("nan"), 3.0, float("nan")])
     assert state_values(raw, torch.tensor([0, 2, 4])).tolist() == [0.0, 1.0, 0.0, 3.0]
+
+
+def test_the_head_of_a_bf16_model_is_computed_in_float32(tmp_path: Path) -> None:
+    model = _load(make_tiny_model(tmp_path / "model", "qwen2"), torch.bfloat16, fresh=True, seed=2)
+    batch = pack_rows([torch.arange(3, 40)], [torch.arange(37) >= 2])
+    scores, hidden = score_values(model, batch, PACKED), score_hidden(model, batch, PACKED)
+    exact = hidden.double() @ model.score.weight[0].double()
+    # As many bits as a float32 has, where a bf16 head would leave eight.
+    assert torch.allclose(scores.double(), exact, rtol=1e-5, atol=1e-7)
+    assert not torch.equal(scores, scores.bfloat16().float())
 
 
 def test_a_row_without_any_token_has_no_score() -> None:

@@ -70,9 +70,19 @@ def test_the_best_evaluation_is_the_first_of_the_highest(key: str, tmp_path: Pat
 
 def test_no_best_model_is_kept_where_none_is_asked_for_and_an_unknown_metric_is_named(tmp_path: Path) -> None:
     assert not BestModel("none", tmp_path).improves(1, {"eval/default_pass1": 1.0})
-    assert not BestModel("", tmp_path).improves(1, {"eval/default_reward": 1.0})
+    assert not BestModel("", tmp_path).improves(1, {"eval/default_failed": 1.0})
     with pytest.raises(ConfigError, match="eval_math_pass1: .* it has eval/default_pass1"):
         BestModel("eval_math_pass1", tmp_path).improves(1, {"eval/default_pass1": 1.0})
+
+
+def test_the_metric_is_settled_by_the_first_evaluation_and_one_without_it_is_passed_over(tmp_path: Path) -> None:
+    best = BestModel("", tmp_path)
+    assert best.improves(1, {"eval/a_pass1": 0.5, "eval/b_pass1": 0.1})
+    # Nothing of a could be scored, and what b is worth says nothing about a.
+    assert not best.improves(2, {"eval/b_pass1": 0.9}) and not best.improves(3, {"eval/a_pass1": math.nan})
+    assert best.improves(4, {"eval/b_pass1": 0.0, "eval/a_pass1": 0.6})
+    rewarded = BestModel("", tmp_path)
+    assert rewarded.improves(1, {"eval/default_reward": -3.0}) and rewarded.improves(2, {"eval/default_reward": -2.0})
 
 
 def test_several_reward_models_are_combined_as_asked() -> None:
