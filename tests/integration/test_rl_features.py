@@ -140,7 +140,7 @@ def test_a_multi_turn_agent_is_filtered_group_by_group_and_trained_turn_by_turn(
     assert kept["metric"] == "eval/default_pass1"
 
 
-def test_a_run_resumes_on_another_number_of_ranks_and_ends_with_the_same_weights(
+def test_a_run_resumes_on_another_number_of_ranks_ends_with_the_same_weights_and_is_alone_in_its_folder(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "reward.py").write_text(runs.REWARD)
@@ -149,6 +149,14 @@ def test_a_run_resumes_on_another_number_of_ranks_and_ends_with_the_same_weights
     whole = runs.finish(tmp_path, _command(tmp_path, models, *flags))
     assert whole.process.returncode == 0, whole.text()[-4000:]
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for more, said in (
+        ([], "add --ckpt.load_enable to go on from them, or name another folder"),
+        (["--ckpt.load_enable", "--actor.adam.eps", "1e-3"], "written with --actor.adam.eps 1e-08, and this run has"),
+    ):
+        refused = runs.finish(tmp_path, _command(tmp_path, models, *flags, *more), seconds=120)
+        assert refused.process.returncode == 2 and said in refused.text().splitlines()[-1]
+        # Nothing heavy had been started.
+        assert "on Ray" in whole.text() and "on Ray" not in refused.text()
     shutil.rmtree(tmp_path / "states" / "_actor" / "global_step3")
     flags += ["--actor.num_gpus_per_node", "2", "--ckpt.load_enable"]
     refused = runs.finish(tmp_path, _command(tmp_path, models, *flags))
