@@ -33,6 +33,9 @@ from openrlhf.trainer.updates import Updater
 from openrlhf.trainer.workers import Dealt, WorkerGroup
 from openrlhf.utils.errors import RunError
 
+MAX_BARREN_STEPS = 3
+"""Steps in a row without one sample that can be trained on, after which a run stops."""
+
 SENDER_SHARE = 0.9
 """Of --train.step_timeout, what the sender of weights waits for one answer of an engine."""
 
@@ -109,6 +112,8 @@ class RLController:
         self._console = console
         self.position = Position(kl_coef=settings.algo.kl.init_coef)
         self._evaluated_at: int | None = None
+        # Steps in a row of which nothing could be trained on.
+        self._barren = 0
 
     @property
     def evaluated(self) -> bool:
@@ -117,11 +122,19 @@ class RLController:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns: all that ``load_state_dict`` needs to go on from here."""
-        return {"position": vars(self.position).copy(), "collector": self._collector.state_dict()}
+        return {
+            "position": vars(self.position).copy(),
+            "evaluated_at": self._evaluated_at,
+            "collector": self._collector.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to where ``state`` was taken."""
         self.position = Position(**state["position"])
+        if self._algo.kl.target is None:
+            # Only one that adapts has a history; else the flag says what it is from here on.
+            self.position.kl_coef = self._algo.kl.init_coef
+        self._evaluated_at = state["evaluated_at"]
         self._collector.load_state_dict(state["collector"])
 
     def run_step(self) -> StepMetrics | None:
@@ -135,23 +148,28 @@ class RLController:
         if self._scorer.has_models:
             with self._phase("reward", metrics):
                 self._scorer.add_rewards(collected.trajectories)
-        experience = self._experience(collected, metrics)
+        kept = self._trainable(collected, metrics)
+        if kept:
+            self._learn(kept, collected.probes, metrics)
+        self.position.step += 1
+        if self._settings.eval_steps > 0 and self.position.step % self._settings.eval_steps == 0:
+            with self._phase("evaluation", metrics):
+                metrics.values |= self.evaluate()
+        metrics.finish(time.monotonic() - start)
+        return metrics
+
+    def _learn(self, kept: list[Trajectory], probes: list[Trajectory], metrics: StepMetrics) -> None:
+        experience = build_experience(kept)
         with self._phase("logprobs", metrics):
             self._add_scores(experience)
-            metrics.add_logprob_gap(self._score_probes(collected.probes))
+            metrics.add_logprob_gap(self._score_probes(probes))
         with self._phase("advantages", metrics):
             self._add_advantages(experience, metrics)
         with self._phase("update", metrics):
             self.position.updates += self._updater.run(experience, self.position.step, self.position.kl_coef, metrics)
         with self._phase("sync", metrics):
             metrics.values["sync/bytes"] = self.send_weights()
-        self.position.step += 1
         self._adapt_kl(metrics, len(experience.trajectories))
-        if self._settings.eval_steps > 0 and self.position.step % self._settings.eval_steps == 0:
-            with self._phase("evaluation", metrics):
-                metrics.values |= self.evaluate()
-        metrics.finish(time.monotonic() - start)
-        return metrics
 
     def send_weights(self) -> int:
         """Gives the engines the actor's weights. Returns: bytes sent to each engine."""
@@ -181,13 +199,23 @@ class RLController:
         )
         return True
 
-    def _experience(self, collected: Collected, metrics: StepMetrics) -> Experience:
+    def _trainable(self, collected: Collected, metrics: StepMetrics) -> list[Trajectory]:
+        """The samples to train on; none where a step is passed over, which a run survives a few times."""
         samples = collected.all_samples()
         metrics.add_trajectories(samples)
         if self._algo.dynamic_filtering_enable:
             kept, dropped = (len({t.group_id for t in part}) for part in (collected.trajectories, collected.dropped))
             metrics.add_filter(kept, dropped)
-        return build_experience(trainable(collected.trajectories, self.position.step + 1))
+        try:
+            kept = trainable(collected.trajectories, self.position.step + 1)
+        except RunError as error:
+            self._barren += 1
+            if self.position.updates == 0 or self._barren >= MAX_BARREN_STEPS:
+                raise
+            self._console.warn(str(error))
+            return []
+        self._barren = 0
+        return kept
 
     def _add_scores(self, experience: Experience) -> None:
         models, timeout = self._models, self._settings.timeout

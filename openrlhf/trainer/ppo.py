@@ -21,9 +21,10 @@ from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.evaluation import Evaluator
 from openrlhf.trainer.launch import ModelLauncher, start_engines
 from openrlhf.trainer.rl_outputs import RLOutputs
+from openrlhf.trainer.rl_states import sole_run
 from openrlhf.trainer.sampling import RolloutCollector
+from openrlhf.trainer.schedule import check_frozen, step_prompts
 from openrlhf.trainer.scoring import RewardModel, RewardScorer
-from openrlhf.trainer.supervised_outputs import locked
 from openrlhf.trainer.updates import Updater
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
@@ -48,9 +49,17 @@ def run(config: PPOConfig) -> None:
     )
     prompts = load_prompts(config, tokenizer)
     held_out = load_eval_prompts(config, tokenizer)
-    total_steps = config.train.num_episodes * -(-len(prompts) // config.rollout.batch_size)
-    console = Console(total_steps)
-    with locked(config.ckpt, console.warn), ray_session(config) as device:
+    check_frozen(config, len(prompts))
+    console = Console(len(step_prompts(config, len(prompts))))
+    settings = rl_specs.output_settings(config, len(prompts))
+    folders = sole_run(
+        settings.ckpt,
+        settings.fixed,
+        console.warn,
+        has_critic=config.has_critic,
+        evaluates=held_out is not None,
+    )
+    with folders, ray_session(config) as device:
         on_gpu = device == "cuda"
         supervisor = Supervisor()
         console.note(f"starting {', '.join(f'{n} {role}' for role, n in role_sizes(config).items())} on Ray")
@@ -68,7 +77,7 @@ def run(config: PPOConfig) -> None:
             _check_nodes(sender, engines)
             seeded = not on_gpu or config.train.full_determinism_enable
             controller = _controller(config, prompts, held_out, tokenizer, pool, models, rewards, console, seeded)
-            outputs = RLOutputs(rl_specs.output_settings(config, len(prompts)), controller, models, tokenizer, console)
+            outputs = RLOutputs(settings, controller, models, tokenizer, console)
             _train(controller, outputs)
             try:
                 _close(pool, _groups(models, rewards), supervisor)

@@ -6,14 +6,17 @@ from typing import Any
 
 from openrlhf.config import PPOConfig, to_flags_yaml
 from openrlhf.config.algo import default_aggregation
+from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.models.loading import DTYPES
 from openrlhf.rollout.actor import Sampling
 from openrlhf.trainer.controller import LoopSettings
 from openrlhf.trainer.evaluation import EvalSettings
 from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.launch import critic_source
 from openrlhf.trainer.policy_update import PolicyLossSpec
 from openrlhf.trainer.rl_outputs import OutputSettings
 from openrlhf.trainer.sampling import SamplingSettings
+from openrlhf.trainer.schedule import frozen_steps
 from openrlhf.trainer.updates import UpdateSettings
 from openrlhf.trainer.value_update import ValueLossSpec
 from openrlhf.utils.seeds import derive_seed
@@ -102,7 +105,7 @@ def update_settings(config: PPOConfig, pad_token_id: int) -> UpdateSettings:
         train=train,
         policy_loss=policy_loss_spec(config),
         value_loss=value_loss_spec(config),
-        freezing_steps=config.critic.freezing_steps if config.has_critic else 0,
+        freezing_steps=frozen_steps(config),
         budget=budget,
         pad_token_id=pad_token_id,
     )
@@ -140,26 +143,49 @@ def eval_settings(config: PPOConfig, *, seeded: bool) -> EvalSettings:
 
 def output_settings(config: PPOConfig, num_prompts: int) -> OutputSettings:
     """Returns: what is written."""
-    fixed: dict[str, Any] = {
-        "prompts": num_prompts,
-        "--train.seed": config.train.seed,
-        "--train.batch_size": config.train.batch_size,
-        "--train.max_epochs": config.train.max_epochs,
-        "--train.num_episodes": config.train.num_episodes,
-        "--train.enable_ema": config.train.enable_ema,
-        "--rollout.batch_size": config.rollout.batch_size,
-        "--rollout.n_samples_per_prompt": config.rollout.n_samples_per_prompt,
-        "--actor.lr_scheduler": config.actor.optimizer.lr_scheduler,
-        "--actor.adam.lr": config.actor.optimizer.adam.lr,
-        "--algo.advantage.estimator": config.algo.advantage.estimator,
-    }
     return OutputSettings(
         ckpt=config.ckpt,
         logger=config.logger,
         save_samples=config.rollout.save_samples,
         timeout=config.train.step_timeout,
-        fixed=fixed,
+        fixed=_fixed_settings(config, num_prompts),
         config_yaml=to_flags_yaml(config),
         save_critic=config.critic.save_value_network,
         save_ema=config.train.enable_ema,
     )
+
+
+def _fixed_settings(config: PPOConfig, num_prompts: int) -> dict[str, Any]:
+    train, rollout = config.train, config.rollout
+    fixed: dict[str, Any] = {
+        "prompts": num_prompts,
+        "--algo.advantage.estimator": config.algo.advantage.estimator,
+        "--algo.dynamic_filtering_enable": config.algo.dynamic_filtering_enable,
+        "--data.prompt_dataset": config.data.prompt_dataset,
+        "--train.seed": train.seed,
+        "--train.batch_size": train.batch_size,
+        "--train.max_epochs": train.max_epochs,
+        "--train.num_episodes": train.num_episodes,
+        "--train.enable_ema": train.enable_ema,
+        "--rollout.batch_size": rollout.batch_size,
+        "--rollout.n_samples_per_prompt": rollout.n_samples_per_prompt,
+        "--actor.model_name_or_path": config.actor.model_name_or_path,
+    } | _fixed_optimizer("actor", config.actor.optimizer)
+    if config.has_critic:
+        fixed |= _fixed_optimizer("critic", config.critic.optimizer)
+        fixed["--critic.freezing_steps"] = frozen_steps(config)
+        fixed["--critic.model_name_or_path"] = critic_source(config)[0]
+    return fixed
+
+
+def _fixed_optimizer(owner: str, optimizer: OptimizerConfig) -> dict[str, Any]:
+    adam = optimizer.adam
+    return {
+        f"--{owner}.lr_scheduler": optimizer.lr_scheduler,
+        f"--{owner}.lr_warmup_ratio": optimizer.lr_warmup_ratio,
+        f"--{owner}.min_lr_ratio": optimizer.min_lr_ratio,
+        f"--{owner}.adam.lr": adam.lr,
+        f"--{owner}.adam.betas": list(adam.betas),
+        f"--{owner}.adam.eps": adam.eps,
+        f"--{owner}.adam.weight_decay": adam.weight_decay,
+    }

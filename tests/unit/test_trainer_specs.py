@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -78,8 +79,8 @@ TABLE: list[tuple[tuple[str, ...], str, Any, Any]] = [
     (("--train.max_epochs", "3"), "update.train.max_epochs", 3, 1),
     (("--actor.eps_clip", "0.1"), "update.policy_loss.clip_low", 0.1, 0.2),
     (("--critic.value_clip", "0.2"), "update.value_loss.clip", 0.2, 0.5),
-    (("--critic.freezing_steps", "2"), "update.freezing_steps", 2, -1),
-    ((*RLOO, "--critic.freezing_steps", "2"), "update.freezing_steps", 0, -1),
+    (("--critic.freezing_steps", "2"), "update.freezing_steps", 2, 0),
+    ((*RLOO, "--critic.freezing_steps", "2"), "update.freezing_steps", 0, 0),
     (("--train.micro_batch_size", "3"), "update.budget.micro_batch_size", 3, 1),
     (("--rollout.micro_batch_size", "3"), "update.budget.micro_batch_size", 1, 1),
     (("--train.dynamic_batch_enable",), "update.budget.max_tokens", 16192, None),
@@ -144,30 +145,58 @@ def test_the_table_has_a_row_for_every_field_of_every_part() -> None:
     assert missing == ["outputs.fixed", "outputs.config_yaml"]
 
 
+OF_BOTH = [
+    ("lr_scheduler", "constant"),
+    ("lr_warmup_ratio", "0.5"),
+    ("min_lr_ratio", "0.5"),
+    ("adam.lr", "0.5"),
+    ("adam.betas", "0.5", "0.6"),
+    ("adam.eps", "0.5"),
+    ("adam.weight_decay", "0.5"),
+]
 FIXED = [
     ("--train.seed", "7"),
     ("--train.batch_size", "64"),
     ("--train.max_epochs", "2"),
     ("--train.num_episodes", "2"),
+    ("--train.enable_ema",),
     ("--rollout.batch_size", "64"),
     ("--rollout.n_samples_per_prompt", "4"),
-    ("--actor.lr_scheduler", "constant"),
-    ("--actor.adam.lr", "0.5"),
     ("--algo.advantage.estimator", "rloo"),
+    ("--algo.dynamic_filtering_enable",),
+    ("--data.prompt_dataset", "other"),
+    ("--critic.freezing_steps", "2"),
+    ("--critic.model_name_or_path", "other"),
+    ("--actor.model_name_or_path", "other"),
+    *((f"--{owner}.{flag}", *value) for owner in ("actor", "critic") for flag, *value in OF_BOTH),
 ]
 
 
-@pytest.mark.parametrize("flags", [*FIXED, ("--train.enable_ema",)], ids=lambda flags: flags[0])
-def test_what_order_seeds_and_schedule_follow_from_is_fixed_for_a_resumed_run(flags: tuple[str, ...]) -> None:
-    before, after = (PARTS["outputs"](config_of(*words)).fixed for words in ((), flags))
-    assert {name for name in before if before[name] != after[name]} == {flags[0]}
+def fixed_of(*flags: str) -> dict[str, Any]:
+    return PARTS["outputs"](config_of(*flags)).fixed
+
+
+@pytest.mark.parametrize("flags", FIXED, ids=lambda flags: flags[0])
+def test_what_order_seeds_schedule_and_optimizer_follow_from_is_fixed_for_a_resumed_run(flags: tuple[str, ...]) -> None:
+    # A critic of its own, which would else follow the policy.
+    critic = ("--critic.model_name_or_path", "critic")
+    before, after = fixed_of(*critic), fixed_of(*critic, *flags)
+    assert {name for name in before.keys() & after.keys() if before[name] != after[name]} == {flags[0]}
+
+
+def test_a_critic_fixes_its_source_and_a_run_without_one_fixes_nothing_of_it() -> None:
+    assert fixed_of("--reward.model_name_or_path", "judge,other")["--critic.model_name_or_path"] == "judge"
+    assert fixed_of("--actor.model_name_or_path", "actor")["--critic.model_name_or_path"] == "actor"
+    assert fixed_of("--critic.freezing_steps", "0") == fixed_of()
+    assert fixed_of(*RLOO) == fixed_of(*RLOO, "--critic.adam.lr", "0.5", "--critic.freezing_steps", "2")
 
 
 def test_the_number_of_prompts_is_fixed_and_all_settings_stand_in_the_text() -> None:
     config = config_of("--train.seed", "7")
     outputs = PARTS["outputs"](config)
     assert outputs.fixed["prompts"] == PROMPTS and outputs.config_yaml == to_flags_yaml(config)
-    assert len(outputs.fixed) == len(FIXED) + 2
+    assert outputs.fixed.keys() == {"prompts", *(flags[0] for flags in FIXED)}
+    assert json.loads(json.dumps(outputs.fixed)) == outputs.fixed
 
 
 def test_evaluation_draws_from_seeds_of_its_own_and_asks_for_no_logprobs() -> None:
