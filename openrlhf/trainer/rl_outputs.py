@@ -17,7 +17,7 @@ from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
 from openrlhf.trainer.best import BestModel
 from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.rl_metrics import StepMetrics
-from openrlhf.trainer.rl_states import RLStates, refuse_other_settings, write_fixed
+from openrlhf.trainer.rl_states import RLStates, refuse_other_settings, was_evaluated, write_fixed
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
 
@@ -111,6 +111,8 @@ class RLOutputs:
         if self._models.critic is not None:
             critic = self._states.critic_of(folder)
             self._models.critic.call("load_checkpoint", str(critic), timeout=self._timeout)
+        if was_evaluated(folder):
+            state["controller"]["evaluated_at"] = state["controller"]["position"]["step"]
         self._controller.load_state_dict(state["controller"])
         self._best.load_state_dict(state["best"])
         self._console.note(f"resuming after step {self._controller.position.step} from {folder}")
@@ -157,6 +159,8 @@ class RLOutputs:
         step = self._controller.position.step
         if step and not self._controller.evaluated:
             self._record_evaluation(step, self._controller.evaluate())
+            with _naming_the_disk(f"writing the state of step {step}"):
+                self._states.mark_evaluated(step)
         with _naming_the_disk(f"writing the results to {self._folder}"):
             self._export(self._folder)
             if self._settings.save_ema:

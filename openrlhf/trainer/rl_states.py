@@ -15,6 +15,8 @@ from openrlhf.trainer.supervised_outputs import locked
 
 # In an actor's state: what a run that goes on from it must share with the one that wrote it.
 FIXED_FILE = "fixed.json"
+# In an actor's state: its weights were evaluated after it had been written.
+EVALUATED_FILE = "evaluated"
 
 
 class RLStates:
@@ -65,6 +67,12 @@ class RLStates:
             stores = [self.actor] if self._ckpt.load_enable else [self.actor, self.critic]
             refuse_other_run(self._ckpt.path, stores, resumable=self._latest() is not None)
 
+    def mark_evaluated(self, step: int) -> None:
+        """Says in the state of ``step``, where there is one, that its weights were evaluated. Raises: OSError."""
+        for state in self.actor.complete():
+            if state == self.actor.folder(step):
+                (state / EVALUATED_FILE).touch()
+
     def go_on_after(self, step: int) -> None:
         """Tells that the run goes on from ``step``, 0 for a new one; see ``CheckpointStore.go_on_after``."""
         self.actor.go_on_after(step)
@@ -86,6 +94,11 @@ class RLStates:
 def write_fixed(state: Path, fixed: Mapping[str, Any]) -> None:
     """Says in the state what a run that goes on from it must share. Raises: OSError."""
     (state / FIXED_FILE).write_text(json.dumps(dict(fixed)) + "\n")
+
+
+def was_evaluated(state: Path) -> bool:
+    """Returns: whether ``mark_evaluated`` was told of the state."""
+    return (state / EVALUATED_FILE).exists()
 
 
 def refuse_other_settings(state: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

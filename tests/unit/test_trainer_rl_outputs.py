@@ -92,13 +92,15 @@ def test_evaluations_and_the_last_step_are_logged_whatever_the_rhythm_of_the_log
     assert printed == [2, 3, 4]
 
 
-def test_a_run_that_goes_on_after_its_last_step_evaluates_and_trains_no_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evaluated", [True, False], ids=["in its last step", "at its end"])
+def test_a_run_that_goes_on_after_its_last_step_does_not_evaluate_it_again(tmp_path: Path, evaluated: bool) -> None:
     room = Room(tmp_path, save_steps=1, max_num=9)
     room.outputs.resume()
     for step in (1, 2):
-        room.step(evaluate=step == 2)
+        room.step(evaluate=evaluated and step == 2)
     room.outputs.finish()
     lines = room.lines()
+    assert room.evaluator.runs == 1
     room.begin(load_enable=True)
     room.outputs.resume()
     room.outputs.before_training()
