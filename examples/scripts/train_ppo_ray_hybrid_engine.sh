@@ -54,6 +54,7 @@ else
       # What engines leave of a GPU is what the four models have.
       --vllm.gpu_memory_utilization 0.3
       --ckpt.save_steps 20
+      --ckpt.load_enable
    )
 fi
 

@@ -53,6 +53,7 @@ else
       --actor.gradient_checkpointing_enable
       --actor.adam.lr 1e-6
       --ckpt.save_steps 20
+      --ckpt.load_enable
    )
 fi
 

@@ -31,11 +31,16 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """A model, sharded or not, with or without an optimizer. All methods are collectives over the ranks."""
+    """A model, sharded or not, with or without an optimizer. All methods are collectives over the ranks.
+
+    Attributes:
+        module: the transformers model inside.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    module: Any
 
     def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Runs the model on one micro-batch; keeps a gradient only in training mode with gradients enabled."""
