@@ -105,3 +105,15 @@ def test_a_run_that_goes_on_from_an_evaluated_step_knows_that_it_was_evaluated()
         second, _ = controller_of(Collected(), evaluator=ScriptedEvaluator())
         second.load_state_dict(state)
         assert second.evaluated is evaluated
+
+
+def test_a_trained_run_passes_over_two_steps_in_a_row_without_a_sample_and_stops_at_the_third() -> None:
+    controller, said = controller_of(*[Collected(trajectories=[failed(step)]) for step in range(3)])
+    controller.position.updates = 5
+    for step in (1, 2):
+        metrics = controller.run_step()
+        assert metrics is not None and metrics.values["reward/failed"] == 1 and "actor/updates" not in metrics.values
+        assert controller.position.step == step and controller.position.updates == 5
+        assert f"samples of step {step} can be trained on; no weight was moved; 1 of them: the judge" in said.getvalue()
+    with pytest.raises(RunError, match="of step 3 can be trained on"):
+        controller.run_step()
