@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from openrlhf.agents.values import LARGEST
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _outcome(reward: Any, score: Any, logs: dict[str, float]) -> Outcome:
     # Only an absent score falls back to the reward: 0.0 is a score.
     values = {"reward": _number("'rewards'", reward), "score": _number("'scores'", reward if score is None else score)}
     for name, value in values.items():
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST:
             return RewardFailure(f"the {name} is {value}")
     return RewardResult(**values, extra_logs=logs)
 

@@ -40,6 +40,7 @@ async def run_sample(
     engine: Engine,
     timeout: float,
     rewarded_by_model: bool = False,
+    vocab_size: int | None = None,
 ) -> Trajectory:
     """Executes one sample.
 
@@ -48,6 +49,7 @@ async def run_sample(
         max_length: tokens of prompt and response together.
         timeout: seconds that the whole sample may take.
         rewarded_by_model: a reward model scores later what comes back without a reward, which is no failure then.
+        vocab_size: ids that the model has; None leaves them unchecked.
 
     Returns: a trajectory; where anything went wrong, in every try that ``executor.retries`` grants, its ``reward`` is
         None and ``failure`` says why.
@@ -75,6 +77,7 @@ async def run_sample(
             )
             returned = await _within(call, left, timeout)
             fill_trajectory(trajectory, returned, version, rewarded_by_model=rewarded_by_model, max_length=max_length)
+            _check_ids(trajectory, vocab_size)
         except Exception as error:
             await engine.check_health()
             _clear(trajectory)
@@ -153,11 +156,19 @@ def fill_trajectory(
         trajectory.score = reward if score is None else score
 
 
+def _check_ids(trajectory: Trajectory, vocab_size: int | None) -> None:
+    largest = max(max(segment.tokens) for segment in trajectory.segments)
+    if vocab_size is not None and largest >= vocab_size:
+        raise AgentError(f"'observation_tokens' holds {largest}; the model has {vocab_size} token ids")
+
+
 def _segment(record: Any, truncated: bool, weight_version: int) -> Segment:
     if not isinstance(record, dict) or "observation_tokens" not in record or "action_ranges" not in record:
         raise AgentError("a token record needs 'observation_tokens' and 'action_ranges'")
     tokens = [_integer("observation_tokens", token) for token in _listed(record, "observation_tokens")]
-    if tokens and min(tokens) < 0:
+    if not tokens:
+        raise AgentError("'observation_tokens' is empty")
+    if min(tokens) < 0:
         raise AgentError(f"'observation_tokens' holds {min(tokens)}, which is no token id")
     ranges = []
     for pair in _listed(record, "action_ranges"):

@@ -7,6 +7,9 @@ from typing import Any
 
 from openrlhf.agents.base import AgentError
 
+LARGEST = 1e15
+"""Rewards are trained on in float32, and squared where groups are compared: far beyond this they become infinite."""
+
 
 def number(key: str, value: Any, *, finite: bool = True) -> float:
     """A float from a number, or from a tensor or array with one element.
@@ -21,6 +24,8 @@ def number(key: str, value: Any, *, finite: bool = True) -> float:
         raise AgentError(f"'{key}' holds {value!r:.60}, not a number") from error
     if finite and not math.isfinite(result):
         raise AgentError(f"'{key}' holds {result}, not a finite number")
+    if finite and abs(result) > LARGEST:
+        raise AgentError(f"'{key}' holds {result}, more than training in float32 can hold")
     return result
 
 

@@ -75,7 +75,8 @@ RANGES: dict[str, Range] = {
     "lambd": SHARE,
     "gamma": SHARE,
     "top_p": SHARE_ABOVE_0,
-    "rollout.temperature": POSITIVE,
+    # vLLM raises lower ones to this, and the trainer would divide by another temperature.
+    "rollout.temperature": Range("0.01 or more", lambda x: 0.01 <= x < inf),
     "eval.temperature": NOT_NEGATIVE,
     "seed": Range("between 0 and 4294967295", lambda x: 0 <= x < 2**32),
     "freezing_steps": COUNT_OR_NEVER,

@@ -189,7 +189,8 @@ def prepare_head(path: str | Path, config: PretrainedConfig, spec: HeadSpec) -> 
     config.num_labels = 1
     config.value_head_prefix = EXPORTED
     saved = config.to_dict()
-    set_statistics(config, saved.get("mean", 0.0), saved.get("std", 1.0), source=f"config.json of {path}")
+    mean, std = (default if saved.get(name) is None else saved[name] for name, default in (("mean", 0.0), ("std", 1.0)))
+    set_statistics(config, mean, std, source=f"config.json of {path}")
     return weight
 
 

@@ -175,6 +175,7 @@ class RolloutActor:
             engine=self._engine,
             timeout=self._agent_spec.sample_timeout,
             rewarded_by_model=self._agent_spec.rewarded_by_model,
+            vocab_size=self._engine.vocab_size,
         )
 
     async def begin_update(self) -> None:

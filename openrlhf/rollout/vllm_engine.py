@@ -269,6 +269,7 @@ class VllmEngine:
         self._updating = False
         self._whole = True
         self.weight_version = 0
+        self.vocab_size: int = self._engine.model_config.get_vocab_size()
 
     async def start(self) -> None:
         """Connects the weight transfer."""

@@ -72,7 +72,9 @@ class JSONLFile:
         Raises:
             OSError: the line could not be written; the error names the file.
         """
-        line = memoryview((json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n").encode())
+        line = memoryview(
+            (json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
+        )
         try:
             while line:
                 line = line[self._file.write(line) :]

@@ -56,6 +56,10 @@ class BestModel:
         self._best = {"metric": self._name, "value": value, "step": step}
         return True
 
+    def forget(self) -> None:
+        """Before another model takes the place of the one that is described there."""
+        (self.folder / BEST_FILE).unlink(missing_ok=True)
+
     def write(self) -> None:
         """Says beside the model what it is the best of."""
         (self.folder / BEST_FILE).write_text(json.dumps(self._best) + "\n")
@@ -71,6 +75,9 @@ class BestModel:
         for name in found:
             if self._key in (name, name.replace("/", "_")):
                 return name
+        if all(name.endswith("_failed") for name in found):
+            # Nothing could be scored, which says nothing about the key.
+            return None
         raise ConfigError(
             f"--ckpt.best_metric_key {self._key}: the evaluation has no such metric; it has {', '.join(found)}."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int, *, with
     """
     by_source: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        by_source[trajectory.datasource].append(trajectory)
+        # Trackers read "/" as a folder; sources that differ in such characters alone are counted together.
+        by_source[re.sub(r"[\s/]+", "_", trajectory.datasource)].append(trajectory)
     metrics: dict[str, float] = {}
     for source, members in sorted(by_source.items()):
         scored = [t for t in members if t.reward is not None]
@@ -91,9 +93,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int, *, with
         if with_pass_rates:
             for k in sorted({1, samples}):
                 values[f"pass{k}"] = _pass_rates(scored, k)
-        name = source.replace("/", "_")
-        metrics |= {f"eval/{name}_{key}": sum(v) / len(v) for key, v in values.items() if v}
-        metrics[f"eval/{name}_failed"] = float(len(members) - len(scored))
+        metrics |= {f"eval/{source}_{key}": sum(v) / len(v) for key, v in values.items() if v}
+        metrics[f"eval/{source}_failed"] = float(len(members) - len(scored))
     return metrics
 
 

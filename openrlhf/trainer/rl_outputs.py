@@ -133,6 +133,7 @@ class RLOutputs:
     def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
         if self._best.improves(step, metrics):
             with _naming_the_disk(f"writing the best model, of step {step}"):
+                self._best.forget()
                 self._export(self._best.folder)
                 self._best.write()
 
@@ -216,9 +217,11 @@ class RLOutputs:
         self._export_model(self._models.actor, folder, ema)
 
     def _export_model(self, group: WorkerGroup, folder: Path, ema: bool = False) -> None:
-        group.call("save_hf", str(folder), ema, timeout=self._timeout)
+        # The model's config.json is written last: with it an export counts as whole.
+        folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(folder)
         (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
+        group.call("save_hf", str(folder), ema, timeout=self._timeout)
 
     def _shown(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         return trajectories[: self._settings.save_samples]

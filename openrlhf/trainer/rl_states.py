@@ -57,10 +57,7 @@ class RLStates:
         """
         state = self.to_resume()
         if state is not None:
-            file = state / FIXED_FILE
-            # A kill right after the state was whole leaves it without this file; the state itself holds the same.
-            if file.exists():
-                refuse_other_settings(state, json.loads(file.read_text()), fixed)
+            refuse_other_settings(state, _read_fixed(state / FIXED_FILE), fixed)
         elif self._ckpt.save_steps > 0:
             # A critic alone is what a run leaves that was killed in its first save. Where runs are started again until
             # they are done, with --ckpt.load_enable, it has to be no obstacle.
@@ -93,7 +90,18 @@ class RLStates:
 
 def write_fixed(state: Path, fixed: Mapping[str, Any]) -> None:
     """Says in the state what a run that goes on from it must share. Raises: OSError."""
-    (state / FIXED_FILE).write_text(json.dumps(dict(fixed)) + "\n")
+    beside = state / f"{FIXED_FILE}.partial"
+    beside.write_text(json.dumps(dict(fixed)) + "\n")
+    beside.replace(state / FIXED_FILE)
+
+
+def _read_fixed(file: Path) -> dict[str, Any]:
+    """What the file says; nothing where it is missing or broken, since the state itself holds the same."""
+    try:
+        found = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def was_evaluated(state: Path) -> bool:

@@ -132,7 +132,8 @@ class RolloutCollector:
 
     def _keeps(self, group: Sequence[Trajectory]) -> bool:
         bounds = self._settings.filter_range
-        if bounds is None or not group:
+        # A group without any reward is a failure and not too easy or too hard: it is counted, and not replaced.
+        if bounds is None or all(trajectory.reward is None for trajectory in group):
             return True
         scored = torch.tensor([t.reward is not None for t in group])
         scores = torch.tensor([_score(trajectory) for trajectory in group], dtype=torch.float64)

@@ -65,7 +65,7 @@ class RewardScorer:
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Gives every trajectory that was sampled, and that nobody has rewarded yet, its reward and score."""
-        waiting = [t for t in trajectories if t.reward is None and t.failure is None]
+        waiting = [t for t in trajectories if t.reward is None and t.failure is None and t.segments]
         if not waiting or not self._models:
             return
         scores = torch.stack([self._score(model, waiting) for model in self._models])
@@ -96,8 +96,9 @@ class RewardScorer:
         segment = trajectory.segments[-1]
         text = self._policy_tokenizer.decode(segment.tokens, skip_special_tokens=True)
         ids = tokenizer(text, add_special_tokens=True).input_ids
-        if not trajectory.truncated and ids[-1:] != [tokenizer.eos_token_id]:
-            ids = [*ids, tokenizer.eos_token_id]
+        end = tokenizer.eos_token_id
+        if end is not None and (not ids or (not trajectory.truncated and ids[-1] != end)):
+            ids = [*ids, end]
         return ids[-self._max_len :]
 
 

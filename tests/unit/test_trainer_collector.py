@@ -148,8 +148,10 @@ def test_every_prompt_is_drawn_once_an_episode_and_nothing_that_the_filter_accep
     assert sorted(request.prompt.prompt for request in asked) == sorted(everything)
     assert [request.group_id for request in asked] == list(range(len(asked)))
     kept = [group for step in steps for group in group_ids(step.trajectories)]
-    teaches = {r.group_id for r in asked if run["kinds"][int(r.prompt.prompt[1:])] in TEACHES}
-    assert sorted(kept) == (sorted(teaches) if run["filtered"] else list(range(len(asked))))
+    # A group without any reward is a failure, which the filter has no say in.
+    stays = (*TEACHES, "failed")
+    staying = {r.group_id for r in asked if run["kinds"][int(r.prompt.prompt[1:])] in stays}
+    assert sorted(kept) == (sorted(staying) if run["filtered"] else list(range(len(asked))))
     assert sum(len(step.all_samples()) for step in steps) == 2 * len(asked)
     # Nothing that stays lies in two steps, and each step but those at an end is full.
     assert len(set(kept)) == len(kept)
@@ -224,10 +226,11 @@ def test_each_dropped_group_is_replaced_by_the_next_prompt_and_by_one_alone(prom
     pool = ScriptedPool(first, kinds_in_drawing_order(prompts(8), kinds, 3))
     collector = collector_of(pool, prompts(8), batch=3)
     collected = collector.collect()
-    assert group_ids(collected.trajectories) == [1, 4, 6] and group_ids(collected.dropped) == [0, 2, 3, 5]
-    # The last prompt waits for the next step.
-    assert sum(not request.probe for request in pool.asked) == 7
-    assert group_ids(collector.collect().trajectories) == [7]
+    # A judge that is down is no reason to draw one prompt after another.
+    assert group_ids(collected.trajectories) == [1, 3, 4] and group_ids(collected.dropped) == [0, 2]
+    # The other prompts wait for the next step.
+    assert sum(not request.probe for request in pool.asked) == 5
+    assert group_ids(collector.collect().trajectories) == [6, 7]
 
 
 def test_scores_of_equal_worth_are_dropped_wherever_they_lie_in_the_range() -> None:

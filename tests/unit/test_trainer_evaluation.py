@@ -89,3 +89,15 @@ def test_several_reward_models_are_combined_as_asked() -> None:
     scores = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
     assert combine_scores(scores, "sum").tolist() == [4, 2] and combine_scores(scores, "mean").tolist() == [2, 1]
     assert combine_scores(scores, "min").tolist() == [1, -2] and combine_scores(scores, "max").tolist() == [3, 4]
+
+
+def test_sources_that_differ_in_white_space_and_slashes_alone_are_counted_together() -> None:
+    answers = [answer(0, 0, 1.0, "a/b"), answer(1, 0, 0.0, "a_b"), answer(2, 0, 0.0, "a\nb")]
+    metrics = evaluation_metrics(answers, 1, with_pass_rates=True)
+    assert metrics["eval/a_b_pass1"] == pytest.approx(1 / 3)
+    assert {name.rpartition("_")[0] for name in metrics} == {"eval/a_b"}
+
+
+def test_an_evaluation_of_which_nothing_could_be_scored_does_not_blame_the_key(tmp_path: Path) -> None:
+    best = BestModel("eval_default_pass1", tmp_path)
+    assert not best.improves(0, {"eval/default_failed": 4.0}) and best.improves(1, {"eval/default_pass1": 0.1})
