@@ -9,6 +9,7 @@ import tyro
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.quickstart import QuickstartConfig
+from openrlhf.utils.termination import EXIT_STATUS, Terminated, raise_on_sigterm
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,10 +24,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         print(f"openrlhf quickstart: {error}", file=sys.stderr)
         sys.exit(2)
+    raise_on_sigterm()
     from openrlhf.trainer.quickstart import CommandFailed, run
 
     try:
         run(config)
+    except KeyboardInterrupt as error:
+        print("openrlhf quickstart: ended before it was done", file=sys.stderr)
+        sys.exit(EXIT_STATUS if isinstance(error, Terminated) else 130)
     except CommandFailed as error:
         print(f"openrlhf quickstart: {error}", file=sys.stderr)
         sys.exit(1)

@@ -16,7 +16,7 @@ from openrlhf.tracking.progress import PHASES
 from openrlhf.tracking.rollouts import ROLLOUTS_FILE
 
 MAX_POINTS = 600
-COLOURS = 6
+COLOURS = 8
 SMOOTH_FROM = 30
 
 

@@ -4,12 +4,14 @@ STYLE = """
 :root {
   --paper: #f6f7f9; --card: #ffffff; --ink: #1d2530; --quiet: #66707e; --line: #e3e7ec; --code: #f3f5f8;
   --c0: #2a78d6; --c1: #e2662f; --c2: #1a9e6d; --c3: #8a63d2; --c4: #c8920f; --c5: #7a8393;
+  --c6: #c2477f; --c7: #8a5a3b;
   --good: #137a50; --good-paper: #e3f5ec; --bad: #b3372b; --bad-paper: #fceae7;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #12161c; --card: #1a2028; --ink: #e7ebf0; --quiet: #97a2b0; --line: #2b333e; --code: #141a21;
     --c0: #5b9cf0; --c1: #f0875c; --c2: #3cc794; --c3: #a98bea; --c4: #e0b94a; --c5: #98a2b1;
+    --c6: #e27aa8; --c7: #b98a66;
     --good: #6fd9aa; --good-paper: #173427; --bad: #f2978c; --bad-paper: #3b211f;
   }
 }
@@ -46,6 +48,7 @@ svg .dot { fill: currentColor; }
 svg .cross { stroke: var(--quiet); stroke-width: 1; stroke-dasharray: 3 3; }
 .c0 { color: var(--c0); } .c1 { color: var(--c1); } .c2 { color: var(--c2); }
 .c3 { color: var(--c3); } .c4 { color: var(--c4); } .c5 { color: var(--c5); }
+.c6 { color: var(--c6); } .c7 { color: var(--c7); }
 #tip { position: fixed; display: none; pointer-events: none; background: var(--card); color: var(--ink); z-index: 9;
   border: 1px solid var(--line); border-radius: 8px; box-shadow: 0 4px 18px rgb(0 0 0 / 0.16); padding: 7px 11px;
   font-size: 12.5px; font-variant-numeric: tabular-nums; max-width: 320px; }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from openrlhf.tracking.report_data import Panel, colours_of
 
-PALETTE = ("#2a78d6", "#e2662f", "#1a9e6d", "#8a63d2", "#c8920f", "#7a8393")
+PALETTE = ("#2a78d6", "#e2662f", "#1a9e6d", "#8a63d2", "#c8920f", "#7a8393", "#c2477f", "#8a5a3b")
 INK, QUIET, GRID = "#1d2530", "#6a7482", "#e6e9ee"
 COLUMNS = 3
 

@@ -30,6 +30,7 @@ RESULT_FILE = "quickstart.json"
 ENOUGH = 0.5
 PROBES = 256
 UPDATES_PER_STEP = 4
+_UNWIND_S = 90.0
 
 
 class CommandFailed(RuntimeError):
@@ -174,9 +175,16 @@ def _command(name: str, flags: list[str]) -> None:
     pairs = [shlex.quote(flag) if flag.startswith("--") else f" {shlex.quote(flag)}" for flag in flags]
     lines = "".join(f" \\\n    {part}" if part.startswith("--") else part for part in pairs)
     print(f"$ python -m openrlhf.cli.{name}{lines}", flush=True)
-    done = subprocess.run([sys.executable, "-m", f"openrlhf.cli.{name}", *flags])
-    if done.returncode:
-        raise CommandFailed(f"{name} ended with status {done.returncode}; what it said last stands above")
+    with subprocess.Popen([sys.executable, "-m", f"openrlhf.cli.{name}", *flags]) as process:
+        try:
+            status = process.wait()
+        except BaseException:
+            # The command unwinds by itself when it is told to; killed at once, it would leave its workers behind.
+            process.terminate()
+            process.wait(_UNWIND_S)
+            raise
+    if status:
+        raise CommandFailed(f"{name} ended with status {status}; what it said last stands above")
 
 
 def _say(text: str) -> None:

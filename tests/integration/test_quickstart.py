@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -61,3 +63,23 @@ def test_a_command_that_fails_ends_the_quickstart_with_its_name(tmp_path):
     code, output = run_quickstart(tmp_path, "--sft_steps", "4", "--rl_steps", "1", timeout=100)
     assert code == 1 and "openrlhf quickstart: train_sft ended with status" in output
     assert "train_ppo_ray" not in output
+
+
+@pytest.mark.timeout(240)
+def test_a_quickstart_that_is_told_to_end_takes_its_command_along(tmp_path):
+    log = tmp_path / "log.txt"
+    command = [sys.executable, "-m", "openrlhf.cli.quickstart", "--output_dir", str(tmp_path / "out")]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 180
+        while "step  10/" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        assert process.wait(60) == 143 and family
+        assert psutil.wait_procs(family, timeout=30)[1] == []
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
