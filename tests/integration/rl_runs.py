@@ -124,6 +124,14 @@ def metrics(folder: Path, *, timed: bool = False) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput"))} for line in lines]
 
 
+def repeated(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What of ``metrics`` two equal runs share to the last bit.
+
+    The engine's own log-probs are not among it: their last bits depend on which requests share a batch, and so on time.
+    """
+    return [{k: v for k, v in line.items() if not k.startswith("sync/logprob_gap")} for line in lines]
+
+
 def is_root() -> bool:
     """Returns: whether file systems may be mounted."""
     return os.geteuid() == 0

@@ -41,7 +41,7 @@ def test_two_runs_from_one_seed_agree_bit_for_bit_with_two_engines(inputs: dict[
         run = runs.finish(folder, runs.command(folder, inputs["model"], inputs["prompts"], inputs["reward"], *flags))
         assert run.process.returncode == 0, run.text()[-4000:]
         weights = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
-        results.append((runs.metrics(folder), read_jsonl(folder / "out" / "rollouts.jsonl"), weights))
+        results.append((runs.repeated(runs.metrics(folder)), read_jsonl(folder / "out" / "rollouts.jsonl"), weights))
     (metrics, samples, weights), (other_metrics, other_samples, other_weights) = results
 
     assert metrics == other_metrics and [line["step"] for line in metrics] == [1, 2]
