@@ -48,7 +48,7 @@ test: install
 	$(PYTEST) tests/unit tests/integration
 
 test-fast: install
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit -m "not slow"
 
 # A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
 test-gpu:

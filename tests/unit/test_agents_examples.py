@@ -136,6 +136,7 @@ def test_code_beyond_its_limits_passes_nothing(sandbox: ModuleType, solution: st
     assert len(result.output) <= sandbox.OUTPUT_CHARACTERS
 
 
+@pytest.mark.slow
 def test_verdicts_before_a_test_that_hangs_count_and_what_was_started_is_gone(
     sandbox: ModuleType, tmp_path: Path
 ) -> None:

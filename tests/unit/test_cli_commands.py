@@ -241,6 +241,7 @@ def run(config):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_sigterm_unwinds_the_run_once_and_is_said_in_one_line_for_all_ranks(rank, files):
     (files / "stopped_room.py").write_text(STOPPED_ROOM)

@@ -221,6 +221,7 @@ def chromium(folder, page, *options):
 
 
 @needs_chromium
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_browser_runs_no_script_of_a_rollout_and_shows_numbers_on_hovering(tmp_path):
     write_metrics(tmp_path, rl_rows(40))
@@ -239,6 +240,7 @@ def test_a_browser_runs_no_script_of_a_rollout_and_shows_numbers_on_hovering(tmp
 
 
 @needs_chromium
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_browser_shows_numbers_on_every_chart_of_a_run_with_all_parts(tmp_path):
     write_metrics(tmp_path, full_rows(40))
@@ -259,6 +261,7 @@ def test_a_browser_shows_numbers_on_every_chart_of_a_run_with_all_parts(tmp_path
 
 
 @needs_chromium
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("width", [1366, 480])
 def test_a_browser_draws_the_page_without_a_horizontal_scroll_bar(tmp_path, width):
