@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-$(KEY)
 help:
 	@echo "make quickstart   train a small model by SFT and RL on this CPU, and write a report"
 	@echo "make test         unit and integration tests (all that needs no GPU)"
-	@echo "make test-fast    unit tests alone"
+	@echo "make test-fast    unit tests, without those that start a browser or wait"
 	@echo "make test-gpu     tests that need a GPU, with this machine's own Python environment: PYTHON=..."
 	@echo "make lint         ruff check, and format check"
 	@echo "make format       ruff format, and the fixes that ruff can make"

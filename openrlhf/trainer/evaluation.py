@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from openrlhf.algorithms.evaluation import best_of_k
+from openrlhf.algorithms.evaluation import mean_best_of_k
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.trajectory import Trajectory
 from openrlhf.rollout.actor import GroupRequest, Sampling
@@ -91,15 +91,12 @@ def evaluation_metrics(trajectories: Sequence[Trajectory], samples: int, *, with
             "truncated": [float(t.truncated) for t in sampled],
         }
         if with_pass_rates:
+            groups: dict[int, list[float]] = defaultdict(list)
+            for trajectory in scored:
+                groups[trajectory.group_id].append(trajectory.score)
             for k in sorted({1, samples}):
-                values[f"pass{k}"] = _pass_rates(scored, k)
+                enough = [scores for scores in groups.values() if len(scores) >= k]
+                values[f"pass{k}"] = list(mean_best_of_k(enough, [k]).values()) if enough else []
         metrics |= {f"eval/{source}_{key}": sum(v) / len(v) for key, v in values.items() if v}
         metrics[f"eval/{source}_failed"] = float(len(members) - len(scored))
     return metrics
-
-
-def _pass_rates(scored: Sequence[Trajectory], k: int) -> list[float]:
-    groups: dict[int, list[float]] = defaultdict(list)
-    for trajectory in scored:
-        groups[trajectory.group_id].append(trajectory.score)
-    return [best_of_k(scores, k) for scores in groups.values() if len(scores) >= k]

@@ -18,6 +18,8 @@ from openrlhf.agents.reward import PythonRewardSource, RewardFailure, RewardResu
 from openrlhf.config.errors import ConfigError
 from tests.reward_files import line_of, score_many, score_one, use, write
 
+pytestmark = pytest.mark.slow
+
 
 def is_running(pid: int) -> bool:
     """Zombies do not count: they wait for a parent to notice."""

@@ -22,6 +22,8 @@ from tests.agent_room import TalkingEngine, play
 from tests.scripted_engine import completion
 from tests.tiny_models import END_ID
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def threads_that_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
