@@ -10,6 +10,10 @@ class AgentError(RuntimeError):
     """A sample cannot be finished; the message becomes the trajectory's failure."""
 
 
+class HeldUpError(AgentError):
+    """A sample was lost because code of another one blocked the event loop that they share; it is worth another try."""
+
+
 class TemplatedText(str):
     """A prompt that a chat template wrote, special tokens included, so that tokenising adds none.
 
@@ -41,9 +45,13 @@ class AgentExecutorBase(ABC):
 
     Attributes:
         retries: further tries of a whole sample after a failed one; a sample that still fails is dropped and counted.
+            A sample that was lost because another one blocked their event loop is tried again in any case.
+        longest_block: seconds that one sample's code may keep that loop without awaiting anything; after that it fails,
+            and the others go on in a new loop.
     """
 
     retries: int = 0
+    longest_block: float = 600.0
 
     @abstractmethod
     async def execute(

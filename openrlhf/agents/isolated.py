@@ -81,7 +81,7 @@ class IsolatedExecutor(AgentExecutorBase):
         self._name = f"{type(executor).__name__}.execute()"
         self._loops = UserLoops(self._name)
         self._tokenizer: Any = None
-        self.retries = executor.retries
+        self.retries, self.longest_block = executor.retries, executor.longest_block
 
     async def execute(
         self, *, sampling_params: Any, hf_tokenizer: Any, llm_engine: Engine, **others: Any
@@ -90,7 +90,8 @@ class IsolatedExecutor(AgentExecutorBase):
 
         The engine makes the text of its outputs, EOS and other special tokens kept, for code that reads it.
 
-        Raises: what the executor raises; AgentError, where another sample blocks the thread for good.
+        Raises: what the executor raises; AgentError, where it blocks the thread for too long; HeldUpError, where another
+            sample does.
         """
         if self._tokenizer is None:
             self._tokenizer = copy.deepcopy(hf_tokenizer)
@@ -105,7 +106,7 @@ class IsolatedExecutor(AgentExecutorBase):
             )
 
         try:
-            with self._loops.use() as loop:
+            with self._loops.use(self.longest_block) as loop:
                 return await loop.call(run, what=self._name)
         finally:
             engine.close()

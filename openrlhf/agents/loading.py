@@ -45,5 +45,8 @@ def load_executor(agent_func_path: str | Path) -> AgentExecutorBase:
         raise ConfigError(f"{_FLAG}: {CLASS}.__init__() in {path} does not call super().__init__(its instance class)")
     if not isinstance(executor.retries, int) or executor.retries < 0:
         raise ConfigError(f"{_FLAG}: {CLASS}.retries in {path} is {executor.retries!r}, not a number of further tries")
+    longest = executor.longest_block
+    if isinstance(longest, bool) or not isinstance(longest, int | float) or not longest > 0:
+        raise ConfigError(f"{_FLAG}: {CLASS}.longest_block in {path} is {longest!r}, not a number of seconds above 0")
     own = found.execute is not MultiTurnAgentExecutor.execute
     return IsolatedExecutor(executor) if own else executor

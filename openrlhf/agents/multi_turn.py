@@ -20,11 +20,13 @@ class AgentInstanceBase(ABC):
     """The environment of one sample: each sample gets an object of its own, made without arguments.
 
     ``__init__``, ``reset`` and ``step`` may be plain or ``async``. They run in a thread beside the engine's, with one
-    event loop for all samples: what blocks there holds up other environments, but not the engine.
+    event loop for all samples: what blocks there holds up other environments, but not the engine. One that blocks for
+    good fails alone: the samples that it held up are run again from the start.
 
     Attributes:
         retries: further tries of a whole sample, each with a new object, after a failed one.
-        step_timeout: seconds that one ``__init__``, ``reset`` or ``step`` may take.
+        step_timeout: seconds that one ``__init__``, ``reset`` or ``step`` may take. One that awaits nothing may take half
+            of the time of a whole sample at most.
         threads: event loops that the samples are spread over; more than one lets environments that block work side by
             side, and forbids sharing asyncio objects (locks, sessions) between samples.
     """
@@ -143,7 +145,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         """
         if images is not None:
             raise AgentError("prompts with images cannot be sampled yet")
-        with self._loops.use() as loop:
+        with self._loops.use(self.longest_block) as loop:
             environment = _Environment(self._instance_cls, loop)
             await environment.make()
             text = await environment.reset({"observation": str(prompt), "label": label})

@@ -11,7 +11,7 @@ import re
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, TemplatedText
+from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, HeldUpError, TemplatedText
 from openrlhf.agents.values import number, number_logs, optional_number
 from openrlhf.data.trajectory import Segment, Trajectory
 
@@ -58,10 +58,12 @@ async def run_sample(
     """
     trajectory = _unplayed(prompt, group_id, sample_id)
     deadline = asyncio.get_running_loop().time() + timeout
-    for tried in range(1, executor.retries + 2):
+    tried, allowed = 0, executor.retries + 1
+    while tried < allowed:
         left = deadline - asyncio.get_running_loop().time()
-        if tried > 1 and left <= 0:
+        if tried and left <= 0:
             break
+        tried += 1
         version = engine.weight_version
         trajectory.failure = None
         try:
@@ -81,6 +83,9 @@ async def run_sample(
         except Exception as error:
             await engine.check_health()
             _clear(trajectory)
+            if isinstance(error, HeldUpError):
+                # No fault of this sample, so it costs none of its tries. The loops that may be lost are bounded.
+                allowed += 1
             trajectory.failure = _describe(error) + (f" (in {tried} tries)" if tried > 1 else "")
             _report(trajectory.failure, error)
         else:

@@ -21,6 +21,10 @@ from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.utils.seeds import derive_seed
 
 
+BLOCK_SHARE = 0.5
+"""Of a sample's time, what its code may keep the event loop of all without awaiting."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the samples of a rollout are drawn.
@@ -105,6 +109,8 @@ class RolloutActor:
             await self._reward.start()
         if spec.agent_file is not None:
             self._executor: AgentExecutorBase = load_executor(spec.agent_file)
+            # The samples that one holds up need time for another try.
+            self._executor.longest_block = min(self._executor.longest_block, BLOCK_SHARE * spec.sample_timeout)
         else:
             self._executor = SingleTurnAgentExecutor(self._reward)
         self._engine = VllmEngine(self._engine_spec)

@@ -66,7 +66,10 @@ def run(*labels: Any, cls: type[AgentInstanceBase] = OneTurn, **options: Any) ->
     executor = MultiTurnAgentExecutor(cls)
 
     async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*[play(executor, TalkingEngine("a"), label=label, **options) for label in labels])
+        # A sample that is run again asks the engine again.
+        return await asyncio.gather(
+            *[play(executor, TalkingEngine(*["a"] * 4), label=label, **options) for label in labels]
+        )
 
     return asyncio.run(all_of_them())
 
@@ -128,7 +131,7 @@ def test_a_sample_whose_own_time_runs_out_while_it_blocks_frees_the_others_too()
         executor = MultiTurnAgentExecutor(Patient)
         blocked = asyncio.create_task(play(executor, TalkingEngine("a"), label="block", timeout=0.3))
         await asyncio.sleep(0.05)
-        other = await play(executor, TalkingEngine("a"), label="fine", timeout=5.0)
+        other = await play(executor, TalkingEngine("a", "a"), label="fine", timeout=5.0)
         return await blocked, other
 
     try:
@@ -136,7 +139,85 @@ def test_a_sample_whose_own_time_runs_out_while_it_blocks_frees_the_others_too()
     finally:
         Patient.release.set()
     assert blocked.failure == "the sample took longer than 0.3 s"
-    assert "Patient.step() blocks its event loop" in other.failure
+    assert (other.reward, other.failure) == (1.0, None)
+
+
+def test_samples_that_a_blocking_one_held_up_are_run_again_and_it_alone_is_dropped() -> None:
+    OneTurn.release.clear()
+    try:
+        blocked, *others = run("block", "fine", "fine", "fine")
+    finally:
+        OneTurn.release.set()
+    assert "OneTurn.step() blocks its event loop and does not end" in blocked.failure
+    assert "tries" not in blocked.failure, "what blocks is not tried again where the environment does not ask for it"
+    assert [(other.reward, other.failure) for other in others] == [(1.0, None)] * 3
+
+
+def test_every_blocking_sample_is_dropped_and_the_others_are_run_again_after_each() -> None:
+    OneTurn.release.clear()
+    try:
+        trajectories = run("fine", "block", "fine", "block", "fine")
+    finally:
+        OneTurn.release.set()
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, None, 1.0, None, 1.0]
+
+
+def test_a_sample_that_waits_while_another_blocks_is_not_blamed_for_being_overdue() -> None:
+    class Mixed(OneTurn):
+        """One step awaits little and would be in time; the other keeps the loop beyond the first one's deadline."""
+
+        step_timeout = 1.0
+        hold = threading.Event()
+
+        async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            if states["label"] == "hold":
+                await asyncio.sleep(0.5)
+                self.hold.wait(1.2)
+            else:
+                await asyncio.sleep(0.8)
+            return {"rewards": 1.0, "done": True}
+
+    waiting, _ = run("wait", "hold", cls=Mixed)
+    assert (waiting.reward, waiting.failure) == (1.0, None)
+
+
+def test_an_execute_that_awaits_nothing_for_too_long_is_dropped_before_the_samples_beside_it_run_out_of_time() -> None:
+    release = threading.Event()
+
+    class Stubborn(Custom):
+        longest_block = 0.4
+
+        async def execute(self, *, label: Any, **others: Any) -> dict[str, Any]:
+            if label == "block":
+                release.wait(60)
+            return await super().execute(label=label, **others)
+
+    executor = IsolatedExecutor(Stubborn())
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(
+            *[play(executor, TalkingEngine("a"), label=label, timeout=8.0) for label in ("block", "fine", "fine")]
+        )
+
+    try:
+        blocked, *others = asyncio.run(scenario())
+    finally:
+        release.set()
+    assert "Stubborn.execute() blocks its event loop and does not end" in blocked.failure
+    assert [(other.reward, other.failure) for other in others] == [(1.0, None)] * 2
+
+
+def test_code_that_blocks_again_and_again_but_briefly_is_left_alone() -> None:
+    class Busy(OneTurn):
+        step_timeout = 20.0
+
+    executor = MultiTurnAgentExecutor(Busy)
+    executor.longest_block = 1.5
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*[play(executor, TalkingEngine("a"), label="busy") for _ in range(6)])
+
+    assert [trajectory.reward for trajectory in asyncio.run(scenario())] == [1.0] * 6
 
 
 def test_threads_that_are_left_behind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
