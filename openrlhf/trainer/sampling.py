@@ -70,6 +70,7 @@ class RolloutCollector:
         self._pool = pool
         self._console = console
         self._sampler = StatefulSampler(len(prompts), seed=settings.seed)
+        self._told_of_scale = False
         # Prompts drawn so far; numbers the groups, and seeds their samples.
         self._groups = 0
 
@@ -135,10 +136,24 @@ class RolloutCollector:
         # A group without any reward is a failure and not too easy or too hard: it is counted, and not replaced.
         if bounds is None or all(trajectory.reward is None for trajectory in group):
             return True
+        self._tell_of_scale(group, bounds)
         scored = torch.tensor([t.reward is not None for t in group])
         scores = torch.tensor([_score(trajectory) for trajectory in group], dtype=torch.float64)
         kept, _ = keep_groups(scores, scored, torch.zeros(len(group), dtype=torch.long), *bounds)
         return bool(kept.any())
+
+    def _tell_of_scale(self, group: Sequence[Trajectory], bounds: tuple[float, float]) -> None:
+        """Scores in another unit than the filter's bounds make it take out what the user wants kept, without a word."""
+        low, high = min(0.0, bounds[0]), max(1.0, bounds[1])
+        odd = next((s for t in group if t.reward is not None and not low <= (s := _score(t)) <= high), None)
+        if odd is None or self._told_of_scale:
+            return
+        self._told_of_scale = True
+        self._console.warn(
+            f"reward_func() or the agent scored a sample {odd:g}, and --algo.dynamic_filtering_range "
+            f"{bounds[0]:g} {bounds[1]:g} compares the mean of such scores: return 'scores' from 0 to 1 beside the "
+            "rewards (which count where there are none), or give the range in their unit."
+        )
 
     def _requests(self, indices: Sequence[int], *, with_probes: bool) -> list[GroupRequest]:
         settings, rollout = self._settings, self._settings.rollout

@@ -25,6 +25,7 @@ from openrlhf.trainer.sampling import Collected, RolloutCollector, SamplingSetti
 from tests.unit.ragged_rows import f64
 
 MAX_PROMPTS = 12
+RANGE = (0.0, 1.0)
 checked = settings(max_examples=150, deadline=None, derandomize=True)
 
 # Scores of a group's samples, by the kind of group; None is a sample that failed.
@@ -79,16 +80,45 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], PromptD
     return known.__getitem__
 
 
-def collector_of(pool: Any, dataset: PromptDataset, *, batch: int, episodes: int = 1, filtered: bool = True) -> Any:
+def collector_of(
+    pool: Any,
+    dataset: PromptDataset,
+    *,
+    batch: int,
+    episodes: int = 1,
+    bounds: tuple[float, float] | None = RANGE,
+    output: io.StringIO | None = None,
+) -> RolloutCollector:
     sampling = SamplingSettings(
         rollout=RolloutConfig(batch_size=batch, n_samples_per_prompt=2),
         num_episodes=episodes,
         seed=5,
         sample_seed=5,
         logprobs=False,
-        filter_range=(0.0, 1.0) if filtered else None,
+        filter_range=bounds,
     )
-    return RolloutCollector(sampling, dataset, pool, Console(1, io.StringIO()))
+    return RolloutCollector(sampling, dataset, pool, Console(1, output or io.StringIO()))
+
+
+@pytest.mark.parametrize(
+    ("scores", "bounds", "told"),
+    [
+        ([0.0, 1.0], (0.0, 1.0), None),
+        ([-1.0, 1.0], (0.0, 1.0), "scored a sample -1, and --algo.dynamic_filtering_range 0 1 compares"),
+        ([0.0, 100.0], (0.2, 0.8), "scored a sample 100, and --algo.dynamic_filtering_range 0.2 0.8 compares"),
+        ([-1.0, 1.0], (-1.0, 1.0), None),
+        ([None, 0.5], (0.0, 1.0), None),
+    ],
+)
+def test_scores_in_another_unit_than_the_filters_range_are_told_once(
+    prompts: Any, monkeypatch: pytest.MonkeyPatch, scores: list[float | None], bounds: Any, told: str | None
+) -> None:
+    monkeypatch.setitem(KINDS, "odd", scores)
+    output = io.StringIO()
+    whole_run(collector_of(ScriptedPool(first, lambda text: "odd"), prompts(4), batch=2, bounds=bounds, output=output))
+    lines = [line for line in output.getvalue().splitlines() if "dynamic_filtering_range" in line]
+    assert len(lines) == (told is not None)
+    assert told is None or told in lines[0]
 
 
 def whole_run(collector: RolloutCollector) -> list[Collected]:
@@ -117,7 +147,11 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
 def play(run: dict[str, Any], prompts: Any, pick: Callable[[int], int], width: int = 4) -> tuple[Any, ScriptedPool]:
     pool = ScriptedPool(pick, lambda text: run["kinds"][int(text[1:])], width)
     collector = collector_of(
-        pool, prompts(run["count"]), batch=run["batch"], episodes=run["episodes"], filtered=run["filtered"]
+        pool,
+        prompts(run["count"]),
+        batch=run["batch"],
+        episodes=run["episodes"],
+        bounds=RANGE if run["filtered"] else None,
     )
     return whole_run(collector), pool
 
@@ -181,7 +215,11 @@ def test_a_run_that_resumes_from_its_state_draws_what_the_one_that_was_not_stopp
     def fresh() -> RolloutCollector:
         pool = ScriptedPool(lambda n: data.draw(st.integers(0, n - 1)), lambda text: run["kinds"][int(text[1:])])
         return collector_of(
-            pool, prompts(run["count"]), batch=run["batch"], episodes=run["episodes"], filtered=run["filtered"]
+            pool,
+            prompts(run["count"]),
+            batch=run["batch"],
+            episodes=run["episodes"],
+            bounds=RANGE if run["filtered"] else None,
         )
 
     whole = whole_run(fresh())
@@ -199,14 +237,14 @@ def test_a_run_that_resumes_from_its_state_draws_what_the_one_that_was_not_stopp
 def kinds_in_drawing_order(dataset: PromptDataset, kinds: Sequence[str], batch: int) -> Callable[[str], str]:
     """Gives the first prompt that is drawn the first kind, and so on."""
     pool = ScriptedPool(first, lambda _: "mixed", width=1)
-    whole_run(collector_of(pool, dataset, batch=batch, filtered=False))
+    whole_run(collector_of(pool, dataset, batch=batch, bounds=None))
     drawn = [request.prompt.prompt for request in pool.asked if not request.probe]
     return dict(zip(drawn, kinds, strict=True)).__getitem__
 
 
 def test_the_batch_that_comes_with_the_end_of_the_data_is_trained(prompts: Any) -> None:
     pool = ScriptedPool(first, lambda _: "mixed")
-    steps = whole_run(collector_of(pool, prompts(5), batch=4, filtered=False))
+    steps = whole_run(collector_of(pool, prompts(5), batch=4, bounds=None))
     assert [len(group_ids(step.trajectories)) for step in steps] == [4, 1]
     # Data that has ended gives no step at all, not an empty one.
     assert collector_of(pool, prompts(1), batch=4).collect() is not None
