@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import glob
+import json
 import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
+from openrlhf.config.engine_arguments import check_engine_arguments
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 from openrlhf.config.kernels import check_experts, check_installed, check_runs
@@ -84,6 +86,7 @@ def check_system(config: TrainingConfig) -> None:
     check_installed(config.ds.attn_implementation)
     if isinstance(config, PPOConfig):
         check_vllm()
+        check_engine_arguments(config.vllm.extra)
     if config.logger.wandb.key is not None and find_spec("wandb") is None:
         raise ConfigError("--logger.wandb.key needs the package wandb; pip install wandb, or leave the flag out.")
     if config.logger.tensorboard_dir is not None and find_spec("tensorboard") is None:
@@ -160,6 +163,8 @@ def check_paths(config: TrainingConfig) -> None:
         # Several reward models stand in one flag.
         for path in ((flag.value(config) or "") if flag else "").split(","):
             path = path.strip()
+            if path and looks_local(path):
+                check_whole_model(name, Path(path))
             if path and looks_local(path) and not Path(path, "config.json").is_file():
                 raise ConfigError(f"--{name} {path} is not a model folder: there is no config.json in it.")
     if isinstance(config, PPOConfig):
@@ -173,6 +178,21 @@ def check_paths(config: TrainingConfig) -> None:
                 check_binds(name, path, *USER_FILES[name])
     for name, folder in (("ckpt.output_dir", config.ckpt.output_dir), ("ckpt.path", config.ckpt.path)):
         check_writable(name, folder)
+
+
+def check_whole_model(flag: str, folder: Path) -> None:
+    """Raises ConfigError where a folder holds the adapter of a model: transformers would load its base instead."""
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file():
+        return
+    try:
+        base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, OSError, KeyError, TypeError):
+        base = None
+    raise ConfigError(
+        f"--{flag} {folder} holds an adapter (adapter_config.json) of {base or 'another model'}, not a whole model; "
+        "merge it into that one first (merge_and_unload() of the package peft), and give the merged folder."
+    )
 
 
 USER_FILES = {

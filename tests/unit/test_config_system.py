@@ -103,6 +103,21 @@ def test_path_that_is_not_there_is_named(extra, said):
         rl(*extra)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["beside a config.json", "alone"])
+@pytest.mark.parametrize("flag", ["--actor.model_name_or_path", "--critic.model_name_or_path"])
+def test_the_adapter_of_a_model_is_refused_as_such_and_its_base_is_named(tmp_path, flag, whole):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B", "r": 8}')
+    if whole:
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"{flag} .*/adapter holds an adapter .* of Qwen/Qwen3-0.6B, not a whole"):
+        rl(flag, str(folder))
+    (folder / "adapter_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="of another model, not a whole model; merge it into that one first"):
+        rl(flag, str(folder))
+
+
 def test_hub_name_is_not_taken_for_a_path():
     assert rl("--actor.model_name_or_path", "Qwen/Qwen3-0.6B").actor.model_name_or_path == "Qwen/Qwen3-0.6B"
 
