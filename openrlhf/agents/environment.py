@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.agents.base import AgentError
-from openrlhf.agents.values import number, number_logs, optional_number
+from openrlhf.agents.values import number, number_logs, optional_number, truth, whole_text
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ def read_observation(returned: Any, where: str) -> str:
         raise AgentError(f"{where}: 'observation' is {type(observation).__name__}, not text")
     if not observation:
         raise AgentError(f"{where}: 'observation' is empty, so there is nothing to go on from")
-    return observation
+    try:
+        return whole_text("observation", observation)
+    except AgentError as error:
+        raise AgentError(f"{where}: {error}") from error
 
 
 def read_turn(returned: Any, where: str) -> Turn:
@@ -59,7 +62,7 @@ def read_turn(returned: Any, where: str) -> Turn:
     if rewards is None:
         raise AgentError(f"{where}: 'rewards' is None; give 0.0 where the turn earned nothing")
     try:
-        ended = bool(number("done", done))
+        ended = truth("done", done)
         feedback = returned.get("environment_feedback")
         if feedback is None and not ended:
             raise AgentError("'environment_feedback' is missing and 'done' is false: give text, which may be empty")
@@ -68,7 +71,7 @@ def read_turn(returned: Any, where: str) -> Turn:
         return Turn(
             reward=number("rewards", rewards),
             score=optional_number("scores", returned.get("scores")),
-            feedback=feedback or "",
+            feedback=whole_text("environment_feedback", feedback or ""),
             done=ended,
             sampling_params=returned.get("sampling_params"),
             extra_logs=number_logs(returned.get("extra_logs")),

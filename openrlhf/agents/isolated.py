@@ -90,8 +90,8 @@ class IsolatedExecutor(AgentExecutorBase):
 
         The engine makes the text of its outputs, EOS and other special tokens kept, for code that reads it.
 
-        Raises: what the executor raises; AgentError, where it blocks the thread for too long; HeldUpError, where another
-            sample does.
+        Raises: what the executor raises; AgentError, where it blocks the thread for too long; HeldUpError, where
+            another sample does.
         """
         if self._tokenizer is None:
             self._tokenizer = copy.deepcopy(hf_tokenizer)

@@ -25,8 +25,8 @@ class AgentInstanceBase(ABC):
 
     Attributes:
         retries: further tries of a whole sample, each with a new object, after a failed one.
-        step_timeout: seconds that one ``__init__``, ``reset`` or ``step`` may take. One that awaits nothing may take half
-            of the time of a whole sample at most.
+        step_timeout: seconds that one ``__init__``, ``reset`` or ``step`` may take. One that awaits nothing may take
+            half of the time of a whole sample at most.
         threads: event loops that the samples are spread over; more than one lets environments that block work side by
             side, and forbids sharing asyncio objects (locks, sessions) between samples.
     """

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.agents.values import LARGEST
+from openrlhf.data.text import control_character
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ def _read_logs(logs: Any, count: int) -> list[dict[str, float]]:
     result: list[dict[str, float]] = [{} for _ in range(count)]
     for key, value in logs.items():
         name = f"extra_logs[{key!r}]"
+        if control_character(str(key)) is not None:
+            raise RewardFormError(
+                f"'extra_logs' has the key {str(key)!a:.60}; metrics are named by it: take plain text"
+            )
         values = _flat(value)
         if len(values) not in (1, count):
             raise RewardFormError(f"{name}: expected 1 or {count} values, found {len(values)}")

@@ -12,7 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, HeldUpError, TemplatedText
-from openrlhf.agents.values import number, number_logs, optional_number
+from openrlhf.agents.values import number, number_logs, optional_number, truth
 from openrlhf.data.trajectory import Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ CANCEL_GRACE_S = 5.0
 # Distinct failures that are logged in full by this process; all are counted in the metrics.
 MAX_REPORTS = 50
 _reported: set[str] = set()
+# What rounding may lift the log-prob of a certain token above 0, in half precision.
+_LOGPROB_NOISE = 1e-2
 STOP_REASONS = ("stop", "length", "environment", "error")
 
 
@@ -133,7 +135,8 @@ def fill_trajectory(
         raise AgentError(f"execute() returned {type(returned).__name__}, not a dict")
     if returned.get("mm_train_inputs") is not None:
         raise AgentError("'mm_train_inputs' are given, and models that take images cannot be trained yet")
-    truncated = bool(returned.get("truncated", False))
+    cut = returned.get("truncated")
+    truncated = False if cut is None else truth("truncated", cut)
     records = returned.get("segments")
     if records is None:
         records = [returned]
@@ -220,6 +223,12 @@ def _logprobs(values: list[Any], segment: Segment) -> list[float]:
     result = [0.0] * len(values)
     for start, end in segment.action_ranges:
         result[start:end] = [number("rollout_log_probs", value) for value in values[start:end]]
+    largest = max(result, default=0.0)
+    if largest > _LOGPROB_NOISE:
+        raise AgentError(
+            f"'rollout_log_probs' holds {largest:g}, and the logarithm of a probability is at most 0: give what the "
+            "engine's output says of the sampled tokens"
+        )
     return result
 
 

@@ -11,7 +11,9 @@ from tqdm import tqdm
 from openrlhf.config.checks_data import check_slots
 from openrlhf.data.errors import DataError
 from openrlhf.data.rows import Rows, required_field, row_error
+from openrlhf.data.tables import Row
 from openrlhf.data.templates import render_prompt, require_chat_template
+from openrlhf.data.text import control_character
 
 
 @dataclass(frozen=True)
@@ -104,5 +106,16 @@ class PromptDataset:
         except ValueError as error:
             raise row_error(row, f"column {self.input_key!r}: {error}") from error
         label = "" if self.label_key is None else required_field(row, self.label_key, "--data.label_key")
-        datasource = row.get("datasource") or "default"
-        return PromptRecord(rendered.text, label, str(datasource), rendered.templated, images)
+        return PromptRecord(rendered.text, label, _datasource(row), rendered.templated, images)
+
+
+def _datasource(row: Row) -> str:
+    """Raises: DataError where the row's name for its source could not stand in the name of a metric."""
+    name = str(row.get("datasource") or "default")
+    control = control_character(name)
+    if control is not None:
+        raise row_error(
+            row,
+            f"column 'datasource': {name!a:.60} holds {control}, and metrics are named by it: use plain text",
+        )
+    return name

@@ -20,7 +20,6 @@ from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.utils.seeds import derive_seed
 
-
 BLOCK_SHARE = 0.5
 """Of a sample's time, what its code may keep the event loop of all without awaiting."""
 

@@ -264,6 +264,8 @@ def test_a_templated_prompt_gets_no_second_bos() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"environment_feedback": "a\ud800"}, "step(): 'environment_feedback' holds '\\ud800', half of a character"),
+    ({"done": "False"}, "'done' is 'False', neither True nor False"),
     ({"rewards": None}, "Fixed.step(): 'rewards' is None"),
     ({"rewards": float("nan")}, "Fixed.step(): 'rewards' holds nan"),
     ({"rewards": torch.tensor([1.0, 2.0])}, "Fixed.step(): 'rewards' holds tensor([1., 2.]), not a number"),
@@ -272,7 +274,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"environment_feedback": 3}, "'environment_feedback' is int, not text"),
     ({"extra_logs": [1]}, "'extra_logs' is list"),
     ({"environment_images": ["a.png"]}, "'environment_images' holds images, and vision models are not supported"),
-    ({"done": "yes"}, "'done' holds 'yes'"),
     ({"sampling_params": TurnParams(max_tokens=0)}, "sampling_params.max_tokens is 0"),
 ]
 
@@ -306,6 +307,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({}, "reset(): no 'observation'"),
         ({"observation": ["a"]}, "'observation' is list, not text"),
         ({"observation": ""}, "'observation' is empty"),
+        ({"observation": "a\udc00"}, "reset(): 'observation' holds '\\udc00', half of a character"),
     ],
 )
 def test_a_reset_that_gives_no_text_is_named(returned: Any, message: str) -> None:

@@ -110,6 +110,17 @@ def test_numbers_may_come_as_tensors_and_arrays(reward: Any) -> None:
     assert trajectory.extra_logs == {"a": 2.0}
 
 
+@pytest.mark.parametrize("cut", [True, np.bool_(True), torch.tensor([True]), 1])
+def test_truncated_may_be_any_kind_of_truth(cut: Any) -> None:
+    assert run(Returning({**GOOD, "truncated": cut})).truncated is True
+    assert run(Returning({**GOOD, "truncated": None})).truncated is False
+
+
+def test_the_rounding_of_a_certain_token_is_no_fault_of_its_log_prob() -> None:
+    trajectory = run(Returning({**GOOD, "rollout_log_probs": [0.0, 1e-4, 0.0, -0.3]}))
+    assert trajectory.failure is None
+
+
 def test_values_outside_the_action_ranges_are_no_log_probs() -> None:
     trajectory = run(Returning({**GOOD, "rollout_log_probs": [float("nan"), -0.1, -0.2, -0.3]}))
     assert trajectory.segments[0].logprobs == [0.0, -0.1, -0.2, -0.3]
@@ -128,6 +139,9 @@ def test_segments_share_the_reward() -> None:
 
 
 BROKEN: list[tuple[Any, str]] = [
+    ({**GOOD, "truncated": "False"}, "'truncated' is 'False', neither True nor False"),
+    ({**GOOD, "rollout_log_probs": [0.0, -0.1, 0.4, -0.3]}, "'rollout_log_probs' holds 0.4, and the logarithm"),
+    ({**GOOD, "extra_logs": {"a\nb": 1}}, r"'extra_logs' has the key 'a\\nb'"),
     (None, "returned NoneType, not a dict"),
     ({"reward": 1.0}, "needs 'observation_tokens' and 'action_ranges'"),
     ({**GOOD, "observation_tokens": "abc"}, "'observation_tokens' is str"),

@@ -168,6 +168,8 @@ def test_labels_and_data_sources_reach_the_record_unchanged(tmp_path):
         ({"input": "x"}, True, "no column 'label', which --data.label_key names (columns: input)"),
         ({"input": " \n", "label": 1}, True, "is empty"),
         ({"input": " \n", "label": 1}, False, "the prompt is empty"),
+        ({"input": "x", "label": 1, "datasource": "ma\nth"}, True, "column 'datasource': 'ma\\nth' holds '\\n'"),
+        ({"input": "x", "label": 1, "datasource": "\x1b[31m"}, False, "holds '\\x1b', and metrics are named by it"),
         ({"input": None, "label": 1}, True, "expected text or a list of messages, found null"),
         ({"input": 3, "label": 1}, True, "expected text or a list of messages, found a number"),
         ({"input": 3, "label": 1}, False, "found a number"),
