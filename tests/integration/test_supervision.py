@@ -19,6 +19,7 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
+from openrlhf.config.errors import ConfigError
 from openrlhf.data.prompts import PromptRecord
 from openrlhf.rollout.actor import GroupRequest, Sampling
 from openrlhf.rollout.pool import RolloutPool
@@ -135,6 +136,24 @@ def test_a_message_that_a_worker_wrote_for_the_user_is_passed_on_as_it_is(crew: 
 
     with pytest.raises(RunError, match="^first failed: rollout engine 0 did not take the weights$"):
         crew.supervisor.get(call, name="first", what="the transfer", timeout=LONG)
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["alone", "while another one dies"])
+def test_a_setting_that_a_worker_cannot_use_is_told_as_such_and_names_no_worker(mortal: Crew, both: bool) -> None:
+    refs = {"first": mortal.first.fail.remote("--data.max_len 9 is too long; lower it.", ConfigError)}
+    if both:
+        # Its death is no answer to what the user has to change.
+        ray.wait([refs["first"]], timeout=60)
+        mortal.second.die.remote(0.0)
+
+    with pytest.raises(ConfigError, match=r"^--data.max_len 9 is too long; lower it.$") as caught:
+        mortal.supervisor.result(refs["first"], "first")
+
+    assert type(caught.value) is ConfigError
+    assert isinstance(caught.value.__cause__, RayTaskError)
+    if not both:
+        with pytest.raises(ConfigError, match=r"^--data.max_len 9"):
+            mortal.supervisor.get_all(refs, what="its setup", timeout=LONG)
 
 
 def test_a_wait_that_takes_too_long_names_what_and_whom(crew: Crew) -> None:
