@@ -17,6 +17,7 @@ from openrlhf.data.prompts import PromptRecord
 from openrlhf.data.templates import encode
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.models.loading import load_tokenizer
+from openrlhf.rollout.engine_files import EngineFiles
 from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.utils.seeds import derive_seed
 
@@ -97,8 +98,6 @@ class RolloutActor:
         """Starts engine and agent. Returns: process id and node."""
         import ray
 
-        from openrlhf.rollout.vllm_engine import VllmEngine
-
         spec = self._agent_spec
         self._tokenizer = load_tokenizer(
             spec.tokenizer, use_fast=spec.use_fast_tokenizer, trust_remote_code=spec.trust_remote_code
@@ -112,7 +111,15 @@ class RolloutActor:
             self._executor.longest_block = min(self._executor.longest_block, BLOCK_SHARE * spec.sample_timeout)
         else:
             self._executor = SingleTurnAgentExecutor(self._reward)
-        self._engine = VllmEngine(self._engine_spec)
+        self._files = EngineFiles()
+        try:
+            with self._files.starting():
+                from openrlhf.rollout.vllm_engine import VllmEngine
+
+                self._engine = VllmEngine(self._engine_spec, self._files)
+        except BaseException:
+            self._files.close()
+            raise
         await self._engine.start()
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
@@ -200,6 +207,7 @@ class RolloutActor:
         if self._reward is not None:
             await self._reward.close()
         self._engine.shutdown()
+        self._files.close()
 
 
 def _reward_source(spec: AgentSpec) -> RewardSource | None:

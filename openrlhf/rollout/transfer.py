@@ -6,23 +6,20 @@ with a checksum, and the receiver accepts an update only when it holds exactly w
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import torch
+
+from openrlhf.utils.private_folders import SHARED_MEMORY, WEIGHTS_PREFIX, PrivateFolder, sweep
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes that a bucket holds at most, a larger single tensor apart. Small enough for a container's shared memory."""
 
-SHARED_MEMORY = Path("/dev/shm")
-
-_PREFIX, _LOCK = "openrlhf-weights-", "owner.lock"
 _MARGIN_BYTES = 64 * 2**20
 # Words hashed at once: what stays in a core's cache, or what keeps a GPU busy.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
@@ -165,19 +162,14 @@ class Receipt:
 class Exchange:
     """Private folders for buckets: in shared memory where a bucket has room there, on disk otherwise.
 
-    Folders that runs left behind when they were killed are removed. Each is locked for as long as its owner lives; a
-    process id would not tell, since containers that share their memory number processes apart.
+    Folders that runs left behind when they were killed are removed.
     """
 
     def __init__(self) -> None:
         self._disk = Path(tempfile.gettempdir())
-        self._folders: dict[Path, Path] = {}
-        self._locks: list[TextIO] = []
+        self._folders: dict[Path, PrivateFolder] = {}
         # What a dead run left behind may be what fills the shared memory.
-        for root in (SHARED_MEMORY, self._disk):
-            for old in root.glob(f"{_PREFIX}*"):
-                if _is_abandoned(old):
-                    shutil.rmtree(old, ignore_errors=True)
+        sweep(WEIGHTS_PREFIX, (SHARED_MEMORY, self._disk))
 
     def __enter__(self) -> Exchange:
         return self
@@ -190,30 +182,10 @@ class Exchange:
         enough = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= nbytes + _MARGIN_BYTES
         root = SHARED_MEMORY if enough else self._disk
         if root not in self._folders:
-            folder = self._folders[root] = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            # Named once it is locked: another run that starts now would take an open lock for an abandoned one.
-            unnamed = folder / f"{_LOCK}.new"
-            lock = unnamed.open("w")
-            self._locks.append(lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            unnamed.rename(folder / _LOCK)
-        return self._folders[root]
+            self._folders[root] = PrivateFolder(WEIGHTS_PREFIX, root)
+        return self._folders[root].path
 
     def close(self) -> None:
         """Removes the folders."""
         for folder in self._folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
-        for lock in self._locks:
-            lock.close()
-
-
-def _is_abandoned(folder: Path) -> bool:
-    try:
-        with (folder / _LOCK).open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        # Not ours to open, or made this very moment and not locked yet.
-        return False
+            folder.close()

@@ -37,8 +37,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from openrlhf.rollout.engine_files import EngineFiles, describe_start
 from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.rollout.transfer import Receipt, TransferError
+from openrlhf.utils.errors import RunError
 
 SHM_BACKEND = "openrlhf_shm"
 _WORKER_EXTENSION = "openrlhf.rollout.vllm_engine.WorkerExtension"
@@ -212,31 +214,18 @@ class EngineDied(RuntimeError):
     """A process of the engine has ended."""
 
 
-@contextlib.contextmanager
-def _naming_death() -> Iterator[None]:
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineDied("a process of the engine has ended: killed, crashed or out of memory") from error
-
-
-@contextlib.contextmanager
-def _naming_fault() -> Iterator[None]:
-    # vLLM hands on an error of its workers as text alone.
-    try:
-        with _naming_death():
-            yield
-    except (EngineDied, TransferError):
-        raise
-    except Exception as error:
-        wrapped = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
-        raise TransferError(wrapped[1] if wrapped else str(error)) from error
-
-
 class VllmEngine:
     """One vLLM engine with token ids in and token ids out."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, files: EngineFiles | None = None) -> None:
+        """Starts the engine's processes.
+
+        Args:
+            files: where they write what goes wrong, entered (``starting``) before this module was imported.
+
+        Raises: RunError, naming the model and what vLLM says of it.
+        """
+        self._files = files
         on_cpu = spec.kv_cache_bytes is not None
         arguments: dict[str, Any] = {
             "model": spec.model,
@@ -263,7 +252,11 @@ class VllmEngine:
         else:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         os.environ[_OWNER_VARIABLE] = str(os.getpid())
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **spec.extra}))
+        try:
+            self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**{**arguments, **spec.extra}))
+        except Exception as error:
+            cause = self._written_cause() or describe_start(error)
+            raise RunError(f"vLLM could not start with the model {spec.model}: {cause}") from error
         self._request_ids = itertools.count()
         self._running = 0
         self._updating = False
@@ -271,9 +264,32 @@ class VllmEngine:
         self.weight_version = 0
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
 
+    def _written_cause(self) -> str | None:
+        return None if self._files is None else self._files.cause()
+
+    @contextlib.contextmanager
+    def _naming_death(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineDeadError as error:
+            cause = self._written_cause() or "killed, crashed or out of memory"
+            raise EngineDied(f"a process of the engine has ended: {cause}") from error
+
+    @contextlib.contextmanager
+    def _naming_fault(self) -> Iterator[None]:
+        # vLLM hands on an error of its workers as text alone.
+        try:
+            with self._naming_death():
+                yield
+        except (EngineDied, TransferError):
+            raise
+        except Exception as error:
+            wrapped = re.search(r"Worker failed with error '(.*)', please check the stack trace", str(error), re.DOTALL)
+            raise TransferError(wrapped[1] if wrapped else str(error)) from error
+
     async def start(self) -> None:
         """Connects the weight transfer."""
-        with _naming_death():
+        with self._naming_death():
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest({}))
 
     async def generate(
@@ -293,7 +309,7 @@ class VllmEngine:
         final = None
         self._running += 1
         try:
-            with _naming_death():
+            with self._naming_death():
                 async for output in self._engine.generate(prompt, sampling_params, f"r{next(self._request_ids)}"):
                     final = output
         finally:
@@ -313,7 +329,7 @@ class VllmEngine:
             # The sender gave up in the middle of the last one. No model has an empty manifest, so this closes it.
             with contextlib.suppress(TransferError):
                 await self._hand_over("", {})
-        with _naming_fault():
+        with self._naming_fault():
             await self._engine.start_weight_update()
         self._updating = True
 
@@ -332,7 +348,7 @@ class VllmEngine:
             TransferError: it was not whole; the update has failed.
         """
         await self._hand_over("", manifest)
-        with _naming_fault():
+        with self._naming_fault():
             await self._engine.finish_weight_update()
             self._updating = False
             if await self._engine.reset_prefix_cache() is False:
@@ -342,7 +358,7 @@ class VllmEngine:
 
     async def _hand_over(self, path: str, checksums: dict[str, int]) -> None:
         try:
-            with _naming_fault():
+            with self._naming_fault():
                 await self._engine.update_weights(WeightTransferUpdateRequest({"path": path, "checksums": checksums}))
         except TransferError:
             self._updating = False
@@ -350,7 +366,7 @@ class VllmEngine:
 
     async def check_health(self) -> None:
         """Raises where the engine's core has died."""
-        with _naming_death():
+        with self._naming_death():
             await self._engine.check_health()
 
     def shutdown(self) -> None:

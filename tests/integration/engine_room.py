@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from openrlhf.backends.weights import full_parameters
+from openrlhf.rollout.engine_files import EngineFiles
 from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.rollout.transfer import Bucket, Exchange, buckets, write_bucket
 from openrlhf.rollout.vllm_engine import VllmEngine, make_sampling_params
@@ -62,26 +63,28 @@ class Room:
         self._files = itertools.count()
         self._seeds = itertools.count(100)
         self._runner = asyncio.Runner()
+        self._engine_files = EngineFiles()
         self.engine: VllmEngine = self.run(self._start(str(path)), timeout=240)
 
     async def _start(self, model: str) -> VllmEngine:
-        engine = VllmEngine(
-            EngineSpec(
-                model=model,
-                dtype="float32",
-                max_model_len=MAX_LENGTH,
-                seed=0,
-                max_num_seqs=16,
-                enable_prefix_caching=True,
-                kv_cache_bytes=64 * 2**20,
-            )
+        spec = EngineSpec(
+            model=model,
+            dtype="float32",
+            max_model_len=MAX_LENGTH,
+            seed=0,
+            max_num_seqs=16,
+            enable_prefix_caching=True,
+            kv_cache_bytes=64 * 2**20,
         )
+        with self._engine_files.starting():
+            engine = VllmEngine(spec, self._engine_files)
         await engine.start()
         return engine
 
     def close(self) -> None:
         """Ends the engine."""
         self.engine.shutdown()
+        self._engine_files.close()
         self._runner.close()
         shutil.rmtree(self._folder)
 
