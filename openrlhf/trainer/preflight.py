@@ -53,15 +53,18 @@ def _check_critic(config: PPOConfig, policy: Any, written: set[int]) -> None:
     _check_scalar(config, path, flag, fresh=fresh)
     if path == config.actor.model_name_or_path:
         return
+    reads = f"the critic ({flag} {path}) reads the policy's token ids, and"
+    remedy = (
+        "give --critic.model_name_or_path a model with the policy's vocabulary (the policy itself, for instance, with "
+        "--critic.fresh_head)"
+    )
     other = other_token(policy, _tokenizer(config, path))
     if other is not None:
         number, ours, theirs = other
-        raise ConfigError(
-            f"the critic ({flag} {path}) reads the policy's token ids, and calls token {number} {theirs!r} where the "
-            f"policy calls it {ours!r}: give --critic.model_name_or_path a model with the policy's vocabulary (the "
-            "policy itself, for instance, with --critic.fresh_head)"
-        )
-    _check_embeddings(config, path, policy, written, flag)
+        raise ConfigError(f"{reads} calls token {number} {theirs!r} where the policy calls it {ours!r}: {remedy}")
+    known, largest = _embeddings(config, path), max(written)
+    if largest >= known:
+        raise ConfigError(f"{reads} has only {known} embeddings where the policy's rows hold token {largest}: {remedy}")
 
 
 def _check_reward_model(config: PPOConfig, path: str, policy: Any, written: set[int]) -> None:
@@ -91,14 +94,17 @@ def _check_scalar(config: PPOConfig, path: str, flag: str, *, fresh: bool) -> No
 
 def _check_embeddings(config: PPOConfig, path: str, tokenizer: Any, written: set[int], flag: str) -> None:
     """Raises ConfigError where a model has no embedding for one of the ids ``written`` in its rows."""
-    known = load_config(path, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size
-    largest = max(written)
+    known, largest = _embeddings(config, path), max(written)
     if largest >= known:
         raise ConfigError(
             f"{flag} {path}: its rows hold token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), and the "
             f"model has only {known} embeddings: take the tokenizer that belongs to the model, or resize its "
             "embeddings first"
         )
+
+
+def _embeddings(config: PPOConfig, path: str) -> int:
+    return load_config(path, trust_remote_code=config.trust_remote_code).get_text_config().vocab_size
 
 
 def text_tokens(tokenizer: Any) -> set[int]:

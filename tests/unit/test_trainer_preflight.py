@@ -48,6 +48,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
               root / "wide_head" / "model.safetensors")  # fmt: skip
     with_head(root / "foreign")
     renamed_tokenizer().save_pretrained(root / "foreign")
+    # A smaller vocabulary, which the policy's begins with.
+    with_head(root / "smaller", vocab_size=300)
+    make_tokenizer(300).save_pretrained(root / "smaller")
     # Another vocabulary, and as many embeddings as it has entries.
     make_tiny_model(root / "few", vocab=300)
     make_tokenizer(512).save_pretrained(root / "few")
@@ -96,6 +99,9 @@ def test_models_that_fit_are_let_through(models: Path, flags: tuple[str, ...]) -
         (("--critic.model_name_or_path", "@short"), r"--data.max_len 96 is longer than the 64 tokens that \S+/short"),
         (("--reward.model_name_or_path", "@foreign"), r"the critic \(--reward.model_name_or_path \S+/foreign\) reads"),
         (("--critic.model_name_or_path", "@foreign"), r"calls token \d+ .* where the policy calls it"),
+        (("--reward.model_name_or_path", "@smaller"),
+         r"the critic \(--reward.model_name_or_path \S+/smaller\) reads .* has only 300 embeddings where the policy's "
+         r"rows hold token 511: give --critic.model_name_or_path a model with the policy's vocabulary"),
         (("--actor.model_name_or_path", "@few"), r"--actor.model_name_or_path \S+/few: .* token 511 .* only 300 embed"),
         ((*JUDGE, "--reward.model_name_or_path", "@broken"), r"no model can be loaded from \S+/broken: Safetensor"),
     ],
