@@ -18,6 +18,8 @@ _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 def check_engine_arguments(extra: dict[str, Any]) -> None:
     """Raises ConfigError for a name that vLLM does not know, or a value of another type than the argument has."""
+    if not extra:
+        return
     known = engine_arguments()
     for name, value in extra.items():
         if known and name not in known:

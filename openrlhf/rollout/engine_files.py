@@ -91,7 +91,9 @@ def describe_start(error: BaseException) -> str:
     listed = getattr(error, "errors", None)
     first = next(iter(listed()), None) if callable(listed) else None
     if isinstance(first, dict) and "msg" in first:
-        return shorten(str(first["msg"]).removeprefix("Value error, "), 300, placeholder=" ...")
+        # vLLM lists all that it can run, which is hundreds of names.
+        said = str(first["msg"]).removeprefix("Value error, ").partition(" Supported architectures")[0]
+        return shorten(said, 300, placeholder=" ...")
     return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 
@@ -118,7 +120,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 def _logging_config(errors: Path) -> dict[str, object]:
     """vLLM's logging as it is by default, and beside it a file of errors, which all of its processes write."""
-    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
     stream = os.environ.get("VLLM_LOGGING_STREAM", "ext://sys.stdout")
     line = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
     console = {"class": "logging.StreamHandler", "formatter": "vllm", "level": level, "stream": stream}

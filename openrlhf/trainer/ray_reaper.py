@@ -62,15 +62,11 @@ def main(members: list[str]) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     deadline = time.monotonic() + _SWEEP_S
-    while time.monotonic() < deadline:
-        _sweep()
-        time.sleep(0.5)
-
-
-def _sweep() -> None:
     disks = {Path(tempfile.gettempdir()), Path("/tmp")}
-    sweep(ENGINE_PREFIX, disks)
-    sweep(WEIGHTS_PREFIX, {SHARED_MEMORY, *disks})
+    while sweep(ENGINE_PREFIX, disks) | sweep(WEIGHTS_PREFIX, {SHARED_MEMORY, *disks}):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

@@ -58,12 +58,19 @@ class PrivateFolder:
         self._lock.close()
 
 
-def sweep(prefix: str, roots: Iterable[Path]) -> None:
-    """Removes the folders ``prefix*`` in ``roots`` whose owners are gone, and the shared memory that they claimed."""
+def sweep(prefix: str, roots: Iterable[Path]) -> bool:
+    """Removes the folders ``prefix*`` in ``roots`` whose owners are gone, and the shared memory that they claimed.
+
+    Returns: whether any is left, as its owner lives.
+    """
+    left = False
     for root in roots:
         for folder in root.glob(f"{prefix}*"):
             if _is_abandoned(folder):
                 _remove(folder)
+            else:
+                left = True
+    return left
 
 
 def _remove(folder: Path) -> None:

@@ -77,6 +77,14 @@ class Run:
         driver = psutil.Process(self.process.pid)
         return [driver, *driver.children(recursive=True)]
 
+    def engine_files(self) -> list[Path]:
+        """Returns: the folder of each engine, and the shared memory that it claimed."""
+        engines = [p for p in self.family() if " ".join(p.cmdline()).startswith("ray::RolloutActor")]
+        locks = {file.path for engine in engines for file in engine.open_files() if file.path.endswith("/owner.lock")}
+        folders = [Path(lock).parent for lock in locks]
+        segments = [json.loads((folder / "shared-memory.json").read_text()) for folder in folders]
+        return [*folders, *(Path("/dev/shm", name) for names in segments for name in names)]
+
     def member(self, title: str) -> psutil.Process:
         """Returns: the first process of the family whose command line starts with ``title``."""
         return next(p for p in self.family() if " ".join(p.cmdline()).startswith(title))
@@ -114,6 +122,14 @@ def all_gone(family: Sequence[psutil.Process], seconds: float) -> list[str]:
     _, alive = psutil.wait_procs(list(family), timeout=seconds)
     # A process that has ended and that nobody has waited for yet is gone as far as anyone can see.
     return [" ".join(p.cmdline()) for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def left_behind(files: Sequence[Path], seconds: float) -> list[Path]:
+    """Returns: those of ``files`` that are still there after at most ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while (left := [path for path in files if path.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
 
 
 def metrics(folder: Path, *, timed: bool = False) -> list[dict[str, float]]:

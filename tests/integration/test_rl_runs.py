@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, OpenAIGPTConfig
 
 from openrlhf.tracking.jsonl import read_jsonl
 from tests.integration import rl_runs as runs
-from tests.tiny_models import make_tiny_model
+from tests.tiny_models import make_tiny_model, make_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -147,11 +148,14 @@ def test_a_killed_part_ends_the_run_within_a_minute_names_it_and_leaves_nothing_
     arguments = runs.command(tmp_path, inputs["model"], inputs["prompts"], inputs["reward"], *flags)
     with runs.running(tmp_path, arguments) as run:
         run.wait_for("step    2/")
-        family = run.family()
+        family, files = run.family(), run.engine_files()
+        assert any("psm_" in path.name for path in files) and all(path.exists() for path in files)
         victim = family[0] if named is None else run.member(title)
         victim.send_signal(signal.SIGKILL)
         code = run.process.wait(runs.END_SECONDS)
         assert runs.all_gone(family, runs.END_SECONDS) == []
+        # The process that cleans up after the driver goes last.
+        assert runs.left_behind(files, 20) == []
         if named is not None:
             assert code == 1
             last = run.text().strip().splitlines()[-1]
@@ -168,10 +172,11 @@ def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shar
     arguments = runs.command(tmp_path, inputs["model"], inputs["prompts"], inputs["reward"], *flags)
     with runs.running(tmp_path, arguments) as run:
         run.wait_for("step    2/")
-        family = run.family()
+        family, files = run.family(), run.engine_files()
         family[0].send_signal(signal.SIGTERM)
         assert run.process.wait(runs.END_SECONDS) == 143
         assert runs.all_gone(family, runs.END_SECONDS) == []
+        assert runs.left_behind(files, 20) == []
     last = run.text().strip().splitlines()[-1]
     assert last.startswith("openrlhf train_ppo_ray") and "Traceback" not in run.text(), run.text()[-3000:]
     assert {path.name for path in set(Path("/dev/shm").iterdir()) - before} == set()
@@ -202,6 +207,33 @@ def test_a_full_disk_at_checkpoint_time_ends_the_run_and_leaves_the_checkpoint_b
         assert resumed.process.returncode == 0 and "resuming after step 1" in resumed.text()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        # The first is refused by the process that starts the engine, the second falls in one of the engine's own.
+        ("other", r"could not start with the model \S+/other: .*OpenAIGPTLMHeadModel.* not supported for now\.$"),
+        ("narrow", r"a process of the engine has ended: .*Unsupported CPU attention configuration: head_dim=16"),
+    ],
+)
+def test_an_engine_that_cannot_run_the_model_says_why_in_the_last_line(
+    inputs: dict[str, Path], tmp_path: Path, model: str, said: str
+) -> None:
+    if model == "other":
+        config = OpenAIGPTConfig(vocab_size=512, n_positions=128, n_embd=128, n_layer=2, n_head=2)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / model)
+        make_tokenizer().save_pretrained(tmp_path / model)
+    else:
+        make_tiny_model(tmp_path / model, "qwen2", hidden=64)
+    flags = ("--algo.kl.init_coef", "0")
+    run = runs.finish(
+        tmp_path, runs.command(tmp_path, tmp_path / model, inputs["prompts"], inputs["reward"], *flags), seconds=240
+    )
+    assert run.process.returncode == 1
+    last = run.text().strip().splitlines()[-1]
+    assert last.startswith("openrlhf train_ppo_ray: rollout engine 0 failed: "), run.text()[-3000:]
+    assert re.search(said, last), last
 
 
 def test_an_empty_data_set_ends_the_command_with_one_sentence(inputs: dict[str, Path], tmp_path: Path) -> None:

@@ -59,7 +59,9 @@ class _Model(BaseModel):
     @field_validator("architecture")
     @classmethod
     def known(cls, value: str) -> str:
-        raise ValueError(f"Model architectures [{value!r}] are not supported for now.")
+        raise ValueError(
+            f"Model architectures [{value!r}] are not supported for now. Supported architectures: ['A', 'B']"
+        )
 
 
 def test_an_error_of_several_lines_is_told_by_what_was_wrong() -> None:
@@ -148,12 +150,12 @@ def test_shared_memory_that_a_killed_process_claimed_goes_with_its_folder_and_ot
     )
     try:
         segment = SHARED_MEMORY / child.stdout.readline().strip()
-        sweep(ENGINE_PREFIX, [tmp_path])
+        assert sweep(ENGINE_PREFIX, [tmp_path])
         assert segment.exists() and len(list(tmp_path.iterdir())) == 1, "its owner lives"
         os.killpg(child.pid, 9)
         child.wait(30)
         assert segment.exists(), "a killed process leaves it behind"
-        sweep(ENGINE_PREFIX, [tmp_path])
+        assert not sweep(ENGINE_PREFIX, [tmp_path])
         assert not segment.exists() and list(tmp_path.iterdir()) == []
         assert (SHARED_MEMORY / other.name).exists()
     finally:
