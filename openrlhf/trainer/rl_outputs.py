@@ -193,11 +193,12 @@ class RLOutputs:
     def _checkpoint(self, step: int) -> None:
         with _naming_the_disk(f"writing the checkpoint of step {step}"):
             self._states.sweep()
+            keep = self._best.checkpoint_to_keep(step)
             if not self._ckpt.disable_ds:
                 self._save_state(self._states.actor.folder(step))
             if self._ckpt.save_hf:
                 self._export(self._states.actor.export_folder(step))
-            self._states.prune()
+            self._states.prune(keep=keep)
 
     def _save_state(self, folder: Path) -> None:
         state = {
