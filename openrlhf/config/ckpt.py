@@ -41,7 +41,7 @@ class PPOCkptConfig(CkptConfig):
     max_mem: float = float("inf")
     """Disk space in GB that checkpoints of actor and critic may take together; they go as under --ckpt.max_num."""
     best_metric_key: str = ""
-    """Evaluation metric whose best state and best_hf under --ckpt.path are kept; empty: the first pass1; none: neither."""
+    """Evaluation metric: of its best model --ckpt.path keeps state and best_hf; empty the first pass1, none neither."""
 
 
 @dataclass(frozen=True)
