@@ -34,7 +34,7 @@ _LOOPBACK = "127.0.0.1"
 
 _LOCAL_ENV = {
     # What is left of a Ray whose head was killed looks for it this long (seconds) before it ends as well. The driver is
-    # aborted then, and a signal to the whole process group ends the head at once: what unwinds a run has to be faster.
+    # aborted then, and who signals all processes of a job ends the head at once: what unwinds a run has to be faster.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     # Nothing outside this machine has any business with a local run, and Ray runs what it is sent.
     "GLOO_SOCKET_IFNAME": "lo",
@@ -86,14 +86,31 @@ def ray_started(*, logical_cpus: int) -> Iterator[None]:
 def _start_local(logical_cpus: int) -> None:
     for name, value in _LOCAL_ENV.items():
         os.environ.setdefault(name, value)
-    ray.init(
-        address="local",
-        _node_ip_address=_LOOPBACK,
-        num_cpus=max(logical_cpus, os.cpu_count() or 1),
-        include_dashboard=False,
-        logging_level="ERROR",
-        object_store_memory=_object_store_bytes(),
-    )
+    with _children_apart():
+        ray.init(
+            address="local",
+            _node_ip_address=_LOOPBACK,
+            num_cpus=max(logical_cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            logging_level="ERROR",
+            object_store_memory=_object_store_bytes(),
+        )
+
+
+@contextlib.contextmanager
+def _children_apart() -> Iterator[None]:
+    """While it lasts, what this process starts (with a ``preexec_fn``, as Ray does) gets process groups of its own.
+
+    `timeout` and others signal a run's whole group: Ray and the engines would be gone before the run could end them,
+    and leave shared memory behind.
+    """
+    active = [True]
+    # A hook cannot be taken back, so it has to look whether it is still meant.
+    os.register_at_fork(after_in_child=lambda: os.setpgid(0, 0) if active else None)
+    try:
+        yield
+    finally:
+        active.clear()
 
 
 def _cpu_env() -> dict[str, str]:
