@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForSequenceClassification
+import transformers
 
+from openrlhf.trainer.process import prepare_process
 from openrlhf.trainer.quickstart_task import make_model, make_problems, write_problems
 
 
@@ -24,9 +25,12 @@ def make(folder: Path) -> None:
     make_model(folder / "reward_model", seed=1)
     # The head is new, and without a seed each call would make another judge.
     torch.manual_seed(1)
-    judge = AutoModelForSequenceClassification.from_pretrained(folder / "reward_model", num_labels=1)
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "reward_model", num_labels=1)
     judge.save_pretrained(folder / "reward_model")
 
 
 if __name__ == "__main__":
+    prepare_process("cpu", bars=False)
+    # It would warn in a table that the reward model's head is new.
+    transformers.utils.logging.set_verbosity_error()
     make(Path(sys.argv[1]))

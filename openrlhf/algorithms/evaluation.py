@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is correct: 1 - C(n - c, k) / C(n, k).
-
-    Source: arXiv 2107.03374, eq. 1. Computed in whole numbers and rounded once, so that nothing cancels or overflows.
-
-    Args:
-        samples: n, drawn for the prompt.
-        correct: c, of them correct.
-        k: 1 or more, at most n.
-
-    Raises:
-        ValueError: for a k outside 1 to n, or more correct samples than there are.
-    """
-    _check_k(samples, k)
-    if not 0 <= correct <= samples:
-        raise ValueError(f"{correct} correct of {samples} samples is not possible")
-    return float(1 - Fraction(math.comb(samples - correct, k), math.comb(samples, k)))
 
 
 def best_of_k(scores: Sequence[float], k: int) -> float:
-    """Unbiased estimate of the highest of k scores, by the n that were drawn; for scores of 0 and 1 it is pass@k.
+    """Unbiased estimate of the highest of k scores, by the n that were drawn.
 
     sum over i of s_(i) C(i - 1, k - 1) / C(n, k), with s_(i) the i-th smallest: the chance that a draw of k out of n
-    has it as its highest. k = 1 is the mean, k = n the maximum.
+    has it as its highest. k = 1 is the mean, k = n the maximum. For scores of 0 and 1, c of them 1, it is pass@k:
+    1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1).
 
     Raises:
         ValueError: for a k outside 1 to n, or a score that is no finite number.

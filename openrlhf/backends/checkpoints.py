@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from openrlhf.config.errors import ConfigError
@@ -129,29 +129,41 @@ class CheckpointStore:
                 shutil.rmtree(path)
             self._after = None
 
-    def prune(self) -> None:
+    def prune(self, *, beside: Sequence[CheckpointStore] = (), keep: int | None = None) -> None:
         """Points ``latest`` to the newest state and removes the oldest checkpoints beyond the limits.
 
-        The newest one always stays, and so does the newest that a run can go on from. Called after a checkpoint has
-        been written, so that a failure to write never costs an older one.
+        The newest one always stays, and so do the newest that a run can go on from and ``keep``. Called after a
+        checkpoint has been written, so that a failure to write never costs an older one.
+
+        Args:
+            beside: stores of models that a run goes on with only together with this one. What they hold of a step is
+                part of its checkpoint: it counts for the limits of this store, stays and goes with it.
+            keep: a step whose checkpoint stays, where there is one; it counts as the others do.
         """
-        states, exports = _states(self.root), _exports(self._exports)
-        if states:
-            pointer = self.root / (LATEST + PARTIAL)
-            pointer.write_text(states[max(states)].name + "\n")
-            os.replace(pointer, self.root / LATEST)
-        folders = {
-            step: [found[step] for found in (states, exports) if step in found]
-            for step in sorted(states.keys() | exports.keys())
-        }
+        stores = (self, *beside)
+        for store in stores:
+            store._point_to_latest()
+        states = [_states(store.root) for store in stores]
+        resumable = set.intersection(*(set(found) for found in states))
+        folders: dict[int, list[Path]] = {}
+        for found in (*states, *(_exports(store._exports) for store in stores)):
+            for step, path in found.items():
+                folders.setdefault(step, []).append(path)
         sizes = {step: sum(_bytes(path) for path in paths) for step, paths in folders.items()}
-        stay = {max(found) for found in (states, folders) if found}
-        for step in [step for step in folders if step not in stay]:
+        stay = {max(found) for found in (resumable, folders) if found} | {keep}
+        for step in sorted(folders.keys() - stay):
             if len(sizes) <= self._max_num and sum(sizes.values()) <= self._max_bytes:
                 break
             for path in folders[step]:
                 shutil.rmtree(path)
             del sizes[step]
+
+    def _point_to_latest(self) -> None:
+        latest = self.latest()
+        if latest is not None:
+            pointer = self.root / (LATEST + PARTIAL)
+            pointer.write_text(latest.name + "\n")
+            os.replace(pointer, self.root / LATEST)
 
 
 def refuse_other_run(path: str, stores: Iterable[CheckpointStore], *, resumable: bool) -> None:

@@ -33,6 +33,24 @@ class GradientError(ArithmeticError):
     """A gradient that is not finite, where no loss scale can have caused it."""
 
 
+def _with_optimizer(
+    model: Any, optimizer: OptimizerConfig, total_steps: int, device: torch.device, config: dict[str, Any]
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Returns: the DeepSpeed engine of the model, and its AdamW."""
+    import deepspeed
+
+    adamw = build_adamw(model, optimizer.adam, device)
+    scheduler = build_scheduler(
+        adamw,
+        optimizer.lr_scheduler,
+        total_steps=total_steps,
+        warmup_ratio=optimizer.lr_warmup_ratio,
+        min_lr_ratio=optimizer.min_lr_ratio,
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, lr_scheduler=scheduler, config=config)
+    return engine, adamw
+
+
 def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
@@ -111,8 +129,6 @@ class DeepSpeedBackend:
             head: a scalar head in place of the one that gives logits: a critic or a reward model.
             ema: a moving average of the weights is kept, which starts at the loaded ones.
         """
-        import deepspeed
-
         where = _device(device)
         torch.manual_seed(seed)
         config = training_config(ds, optimizer.max_norm, where, keep_whole=keep_whole)
@@ -129,15 +145,7 @@ class DeepSpeedBackend:
             zero3=config if stage == 3 else None,
             head=head,
         )
-        adamw = build_adamw(model, optimizer.adam, where)
-        scheduler = build_scheduler(
-            adamw,
-            optimizer.lr_scheduler,
-            total_steps=total_steps,
-            warmup_ratio=optimizer.lr_warmup_ratio,
-            min_lr_ratio=optimizer.min_lr_ratio,
-        )
-        engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, lr_scheduler=scheduler, config=config)
+        engine, adamw = _with_optimizer(model, optimizer, total_steps, where, config)
         backend = cls(
             engine,
             device=where,

@@ -22,10 +22,10 @@ from openrlhf.config import (
 )
 from openrlhf.config.commands import Config, TrainingConfig
 from openrlhf.config.flags import flags_of
-from openrlhf.config.parse import print_note
+from openrlhf.config.parse import given_flags, print_note
 from openrlhf.data.errors import DataError
 from openrlhf.utils.errors import RunError
-from openrlhf.utils.termination import EXIT_STATUS, Terminated, raise_on_sigterm
+from openrlhf.utils.termination import EXIT_STATUS, Terminated, raise_on_sigterm, was_told_to_end
 
 USER_ERRORS = (ConfigError, DataError)
 
@@ -49,7 +49,8 @@ def run_command(command: str, target: str | None, argv: Sequence[str] | None = N
     try:
         _run(command, target, sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt as stop:
-        how, status = ("terminated", EXIT_STATUS) if isinstance(stop, Terminated) else ("interrupted", 130)
+        ended = isinstance(stop, Terminated) or was_told_to_end()
+        how, status = ("terminated", EXIT_STATUS) if ended else ("interrupted", 130)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             print(f"openrlhf {command}: {how}", file=sys.stderr, flush=True)
         sys.exit(status)
@@ -84,7 +85,7 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
     config = parse(command, argv)
     _hide_secrets(config)
     check(config)
-    found = notes(config)
+    found = notes(config, given_flags(command, argv))
     if isinstance(config, TrainingConfig):
         config, settled = settle_device(config)
         found += settled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from openrlhf.cli.common import run_command
@@ -9,6 +10,8 @@ from openrlhf.cli.common import run_command
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command from its flags; None takes the process's own."""
+    # What each process of an engine says on the CPU before vLLM has set up its logging. Ray reads this when imported.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "Triton is installed, but doesn't include CPU backend")
     run_command("train_ppo_ray", "openrlhf.trainer.ppo:run", argv)
 
 

@@ -289,8 +289,4 @@ def device_notes(config: Config, device: str) -> list[str]:
         return []
     flags = flags_of(type(config))
     idle = [f"--{name}" for name in NO_EFFECT_ON_CPU if flags[name].value(config) != flags[name].default]
-    found = [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []
-    if config.vllm.sync_backend != "shm":
-        why = "on the CPU" if device == "cpu" else "on GPUs too, until it is built"
-        found.append(f"--vllm.sync_backend {config.vllm.sync_backend} becomes shared memory {why}.")
-    return found
+    return [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []

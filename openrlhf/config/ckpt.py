@@ -36,10 +36,12 @@ class PPOCkptConfig(CkptConfig):
 
     path: str = "./ckpt/checkpoints_ppo_ray"
     """Folder of states that a run can resume from (below it _actor and _critic)."""
+    max_num: int = 3
+    """Checkpoints to keep, among them the newest and the one of the best evaluation; the oldest others go first."""
     max_mem: float = float("inf")
-    """Disk space in GB that checkpoints may take together; the oldest go first."""
+    """Disk space in GB that checkpoints of actor and critic may take together; they go as under --ckpt.max_num."""
     best_metric_key: str = ""
-    """Metric of evaluation whose best model goes to <ckpt.path>/best_hf; empty takes the first pass1, none none."""
+    """Evaluation metric: of its best model --ckpt.path keeps state and best_hf; empty the first pass1, none neither."""
 
 
 @dataclass(frozen=True)

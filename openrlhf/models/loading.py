@@ -233,15 +233,9 @@ def load_causal_lm(
             ignore_mismatched_sizes=True,
             **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
         )
-    if head is None:
-        _check_shapes(path, report["mismatched_keys"])
-        _check_whole(path, report["missing_keys"])
-        if report["unexpected_keys"]:
-            logger.warning("%s holds weights that the model has no use for: %s", path, _few(report["unexpected_keys"]))
-    else:
-        misfits = {name for name, *_ in report["mismatched_keys"]}
+    if head is not None:
         attach_head(model, head_weight, path, head.pad_token_id)
-        _check_whole(path, (set(report["missing_keys"]) | misfits) - {EXPORTED_WEIGHT})
+    _check_report(path, report, has_head=head is not None)
     if zero3 is not None:
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     _without_dropout(model)
@@ -257,6 +251,21 @@ def _misfit_error(path: str | Path, name: str, found: Any, wanted: Any) -> Confi
     return ConfigError(
         f"the files of {path} do not fit its config.json: {name} is {found} in the files and {wanted} by the config"
     )
+
+
+def _check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -> None:
+    """Raises ConfigError where the files lack weights or hold them in other shapes; warns where they hold more.
+
+    Args: ``has_head``: of a scalar head's model, where files may hold another head.
+    """
+    if has_head:
+        misfits = {name for name, *_ in report["mismatched_keys"]}
+        _check_whole(path, (set(report["missing_keys"]) | misfits) - {EXPORTED_WEIGHT})
+        return
+    _check_shapes(path, report["mismatched_keys"])
+    _check_whole(path, report["missing_keys"])
+    if report["unexpected_keys"]:
+        logger.warning("%s holds weights that the model has no use for: %s", path, _few(report["unexpected_keys"]))
 
 
 def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, torch.Size]]) -> None:

@@ -119,9 +119,19 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the summary line of a step, aligned with those before it."""
+        self.note(summary_line(step, self._total, metrics, self._seconds_left(step)))
+
+    def estimate(self, step: int) -> None:
+        """After the first step of this start, says how long the others take; else nothing."""
+        more = self._total - step
+        if step == self._first + 1 and more > 0:
+            steps = "one more step takes" if more == 1 else f"{more} more steps take"
+            self.note(f"if they go as the first, {steps} about {duration(self._seconds_left(step))}")
+
+    def _seconds_left(self, step: int) -> float:
+        """NaN before the first step of this start."""
         done, elapsed = step - self._first, time.monotonic() - self._start
-        left = (self._total - step) * elapsed / done if done > 0 else math.nan
-        self.note(summary_line(step, self._total, metrics, left))
+        return (self._total - step) * elapsed / done if done > 0 else math.nan
 
     def note(self, text: str) -> None:
         """Prints a line without disturbing a bar."""

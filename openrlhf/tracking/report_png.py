@@ -66,9 +66,13 @@ def _draw(axis, panel: Panel) -> None:
         _draw_lines(axis, panel)
     if len(panel.series) > 1:
         # Below the axis, where it covers no data.
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.09), "ncols": min(3, len(panel.series))}
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.19), "ncols": min(3, len(panel.series))}
         axis.legend(fontsize=8, frameon=False, labelcolor=INK, **place)
     axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("step", fontsize=8.5, color=QUIET)
+    steps = sorted({x for series in panel.series for x in series.x})
+    if len(steps) == 1:
+        axis.set_xticks(steps)
 
 
 def _draw_stack(axis, panel: Panel) -> None:

@@ -11,7 +11,10 @@ from html import escape
 from openrlhf.tracking.report_data import Panel, Series, colours_of, compact
 
 WIDTH, HEIGHT = 560, 240
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 12, 46
+
+# Numbers that differ by less, as a share of their size, differ by rounding alone.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,15 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)]
 
 
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Texts with as many digits as are needed to tell the ticks apart."""
+    for digits in range(6, 16):
+        labels = [f"{value:,.{digits}g}" for value in ticks]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
 def value_range(panel: Panel) -> tuple[float, float]:
     """Lowest and highest value that the panel must hold, with some air; decimal logarithms for a log panel."""
     if panel.kind == "stack":
@@ -58,7 +70,8 @@ def value_range(panel: Panel) -> tuple[float, float]:
         logs = [math.log10(v) for v in numbers if v > 0] or [0.0]
         return math.floor(min(logs) - 1e-9), math.ceil(max(logs) + 1e-9) + (min(logs) == max(logs))
     low, high = min(numbers), max(numbers)
-    air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    size = max(abs(low), abs(high))
+    air = (high - low) * 0.06 if high - low > _ROUNDING * size else size * 0.1 or 1.0
     # A quantity that is never negative should not seem to be.
     return (0.0 if low >= 0 and low < 0.35 * high else low - air), high + air
 
@@ -82,14 +95,17 @@ def panel_svg(panel: Panel) -> str:
 
 def _axes(x: Scale, y: Scale, left: float, right: float) -> str:
     parts = []
-    for value in y.ticks():
+    for value, text in zip(y.ticks(), tick_labels(y.ticks()), strict=True):
         at = y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:,g}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
     steps = [left] if left == right else [t for t in nice_ticks(left, right, 7) if t == int(t)] or [left, right]
     for value in steps:
         where = f'x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle"'
         parts.append(f'<text class="tick" {where}>{value:,.0f}</text>')
+    parts.append(
+        f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">step</text>'
+    )
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     return "".join(parts)
@@ -108,6 +124,10 @@ def _lines(panel: Panel, x: Scale, y: Scale) -> list[str]:
             if len(run) == 1:
                 at, value = run[0]
                 lines.append(f'<circle class="dot c{colour}" cx="{x(at):.1f}" cy="{y(value):.1f}" r="3.5"/>')
+                if len(series.x) == 1:
+                    # A dot alone has nothing to be compared with but its number.
+                    where = f'x="{x(at) + 8:.1f}" y="{y(value) + 4:.1f}"'
+                    lines.append(f'<text class="tick" {where}>{compact(value)}</text>')
                 continue
             path = "M" + "L".join(f"{x(at):.1f},{y(value):.1f}" for at, value in run)
             lines.append(f'<path class="{kind} c{colour}" d="{path}"/>')

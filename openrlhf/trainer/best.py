@@ -1,4 +1,4 @@
-"""Which evaluation was the best so far, and where its model is kept."""
+"""Which evaluation was the best so far, where its model is kept, and which state is of the best one."""
 
 from __future__ import annotations
 
@@ -32,17 +32,31 @@ class BestModel:
         # Settled by the first evaluation: the best of two metrics would be none of either.
         self._name: str | None = None
         self._best: dict[str, Any] | None = None
+        # The last evaluation, and the best of those whose step has a checkpoint.
+        self._last: dict[str, Any] | None = None
+        self._kept: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns: the best evaluation so far."""
-        return {"name": self._name, "best": self._best}
+        return {"name": self._name, "best": self._best, "kept": self._kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to where ``state`` was taken."""
-        self._name, self._best = state["name"], state["best"]
+        self._name, self._best, self._kept = state["name"], state["best"], state.get("kept")
+
+    def checkpoint_to_keep(self, step: int) -> int | None:
+        """To be asked before the checkpoint of ``step`` is written.
+
+        Returns: of this and all earlier checkpoints the step whose evaluation was the best, the later one of equals;
+            None where none was evaluated.
+        """
+        last = self._last
+        if last is not None and last["step"] == step and (self._kept is None or last["value"] >= self._kept["value"]):
+            self._kept = last
+        return None if self._kept is None else self._kept["step"]
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes an evaluation. Returns: whether it is the best so far; of equal ones the first.
+        """Takes an evaluation. Returns: whether it is the best so far; of equal ones the later, which has trained on.
 
         One without the metric (nothing of it could be scored) is passed over.
 
@@ -51,9 +65,12 @@ class BestModel:
         if self._name is None:
             self._name = self._metric(metrics)
         value = math.nan if self._name is None else metrics.get(self._name, math.nan)
-        if math.isnan(value) or (self._best is not None and value <= self._best["value"]):
+        if math.isnan(value):
             return False
-        self._best = {"metric": self._name, "value": value, "step": step}
+        self._last = {"metric": self._name, "value": value, "step": step}
+        if self._best is not None and value < self._best["value"]:
+            return False
+        self._best = self._last
         return True
 
     def forget(self) -> None:

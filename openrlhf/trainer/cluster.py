@@ -16,7 +16,7 @@ from openrlhf.config import PPOConfig, check_device, device_notes, known_device
 from openrlhf.config.parse import print_note
 from openrlhf.trainer.ray_reaper import start_reaper
 from openrlhf.utils.errors import RunError
-from openrlhf.utils.termination import raise_on_sigterm
+from openrlhf.utils.termination import Terminated, raise_on_sigterm
 
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -33,8 +33,9 @@ WORKER_ENV = {
 _LOOPBACK = "127.0.0.1"
 
 _LOCAL_ENV = {
-    # What is left of a Ray whose head was killed looks for it this long (seconds) before it ends as well.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
+    # What is left of a Ray whose head was killed looks for it this long (seconds) before it ends as well. The driver is
+    # aborted then, and who signals all processes of a job ends the head at once: what unwinds a run has to be faster.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "30",
     # Nothing outside this machine has any business with a local run, and Ray runs what it is sent.
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": _LOOPBACK,
@@ -63,11 +64,15 @@ def ray_started(*, logical_cpus: int) -> Iterator[None]:
     # Ray would hide the GPUs from workers that ask for none, and says in a warning that it will stop doing so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     local = not os.environ.get("RAY_ADDRESS")
-    if local:
-        _start_local(logical_cpus)
-    else:
-        ray.init(logging_level="ERROR")
-    # Ray has put a handler of its own in its place, which prints a stack of its C++ side.
+    try:
+        if local:
+            _start_local(logical_cpus)
+        else:
+            ray.init(logging_level="ERROR")
+    except SystemExit as stop:
+        # While it starts, Ray answers SIGTERM by a handler of its own, which leaves without a word.
+        raise Terminated from stop
+    # That handler is still there, and now prints a stack of Ray's C++ side.
     raise_on_sigterm()
     reaper = start_reaper() if local else None
     try:
@@ -81,14 +86,31 @@ def ray_started(*, logical_cpus: int) -> Iterator[None]:
 def _start_local(logical_cpus: int) -> None:
     for name, value in _LOCAL_ENV.items():
         os.environ.setdefault(name, value)
-    ray.init(
-        address="local",
-        _node_ip_address=_LOOPBACK,
-        num_cpus=max(logical_cpus, os.cpu_count() or 1),
-        include_dashboard=False,
-        logging_level="ERROR",
-        object_store_memory=_object_store_bytes(),
-    )
+    with _children_apart():
+        ray.init(
+            address="local",
+            _node_ip_address=_LOOPBACK,
+            num_cpus=max(logical_cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            logging_level="ERROR",
+            object_store_memory=_object_store_bytes(),
+        )
+
+
+@contextlib.contextmanager
+def _children_apart() -> Iterator[None]:
+    """While it lasts, what this process starts (with a ``preexec_fn``, as Ray does) gets process groups of its own.
+
+    `timeout` and others signal a run's whole group: Ray and the engines would be gone before the run could end them,
+    and leave shared memory behind.
+    """
+    active = [True]
+    # A hook cannot be taken back, so it has to look whether it is still meant.
+    os.register_at_fork(after_in_child=lambda: os.setpgid(0, 0) if active else None)
+    try:
+        yield
+    finally:
+        active.clear()
 
 
 def _cpu_env() -> dict[str, str]:

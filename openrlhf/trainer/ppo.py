@@ -23,7 +23,7 @@ from openrlhf.trainer.launch import ModelLauncher, start_engines
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.rl_states import sole_run
 from openrlhf.trainer.sampling import RolloutCollector
-from openrlhf.trainer.schedule import check_frozen, step_prompts
+from openrlhf.trainer.schedule import check_frozen, filter_note, step_prompts
 from openrlhf.trainer.scoring import RewardModel, RewardScorer
 from openrlhf.trainer.updates import Updater
 from openrlhf.trainer.workers import WorkerGroup
@@ -31,8 +31,8 @@ from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor
 
 _CLOSE_TIMEOUT_S = 60.0
-# What a run that has failed still waits for its engines.
-_GIVE_UP_S = 10.0
+# What a run that has failed still waits for its engines: less than the driver lives where Ray's head is gone.
+_GIVE_UP_S = 8.0
 
 
 def run(config: PPOConfig) -> None:
@@ -51,6 +51,9 @@ def run(config: PPOConfig) -> None:
     held_out = load_eval_prompts(config, tokenizer)
     check_frozen(config, len(prompts))
     console = Console(len(step_prompts(config, len(prompts))))
+    filtering = filter_note(config, len(prompts))
+    if filtering is not None:
+        console.note(filtering)
     settings = rl_specs.output_settings(config, len(prompts))
     folders = sole_run(
         settings.ckpt,
@@ -62,7 +65,8 @@ def run(config: PPOConfig) -> None:
     with folders, ray_session(config) as device:
         on_gpu = device == "cuda"
         supervisor = Supervisor()
-        console.note(f"starting {', '.join(f'{n} {role}' for role, n in role_sizes(config).items())} on Ray")
+        roles = ", ".join(f"{n} {role}" for role, n in role_sizes(config).items())
+        console.note(f"starting {roles} on Ray; engines take the longest, half a minute or more")
         places = place_roles(config, on_gpu=on_gpu)
         # The engines take the longest to start, so they start first and the models load beside them.
         pool, engines_ready = start_engines(config, places["engine"], supervisor, on_gpu, len(prompts))

@@ -71,7 +71,8 @@ def _check_reward_model(config: PPOConfig, path: str, policy: Any, written: set[
     flag = "--reward.model_name_or_path"
     _check_scalar(config, path, flag, fresh=False)
     stored = load_config(path, trust_remote_code=config.trust_remote_code).to_dict()
-    if config.reward.normalize_enable and None in (stored.get("mean"), stored.get("std")):
+    # The plan of a dry run says so itself.
+    if config.reward.normalize_enable and not config.dry_run and None in (stored.get("mean"), stored.get("std")):
         print_note(f"--reward.normalize_enable changes nothing: config.json of {path} stores no mean and std.")
     tokenizer = _tokenizer(config, path)
     # One with a vocabulary of its own reads text, not the policy's ids.

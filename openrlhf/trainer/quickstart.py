@@ -62,7 +62,9 @@ def run(config: QuickstartConfig) -> None:
     at.data.mkdir(parents=True, exist_ok=True)
     splits = make_inputs(config, at)
     right = {"untrained": accuracy(at.start, splits.held_out)}
-    _say(f"2/3 SFT on {config.sft_rows} worked examples, stopped early so that RL has something left to do")
+    _say(
+        f"2/3 SFT on {config.sft_rows} worked examples; RL starts from an early checkpoint, to have something to learn"
+    )
     _command("train_sft", sft_flags(config, at))
     chosen = choose_start(at.checkpoints, splits.train[:PROBES])
     right["after SFT"] = accuracy(chosen, splits.held_out)

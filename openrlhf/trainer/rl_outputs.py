@@ -121,6 +121,8 @@ class RLOutputs:
         """Evaluates the model that training starts from; a resumed run has done so."""
         if self._controller.position.step == 0:
             self._record_evaluation(0, self._controller.evaluate())
+        # What came before the first step is no part of the time that a step takes.
+        self._console.begin(self._controller.position.step)
 
     def _record_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         if not metrics:
@@ -148,6 +150,7 @@ class RLOutputs:
             self._rollouts.write(step, [self._record(sample) for sample in self._shown(metrics.trajectories)])
         if evaluated or step % self._settings.logger.logging_steps == 0:
             self._console.step(step, metrics.values)
+        self._console.estimate(step)
         if evaluated:
             self._console.note(f"evaluation after step {step}: {evaluation_line(metrics.values)}")
             self._keep_best(step, metrics.values)
@@ -193,11 +196,12 @@ class RLOutputs:
     def _checkpoint(self, step: int) -> None:
         with _naming_the_disk(f"writing the checkpoint of step {step}"):
             self._states.sweep()
+            keep = self._best.checkpoint_to_keep(step)
             if not self._ckpt.disable_ds:
                 self._save_state(self._states.actor.folder(step))
             if self._ckpt.save_hf:
                 self._export(self._states.actor.export_folder(step))
-            self._states.prune()
+            self._states.prune(keep=keep)
 
     def _save_state(self, folder: Path) -> None:
         state = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from openrlhf.config import PPOConfig, to_flags_yaml
-from openrlhf.config.algo import default_aggregation
 from openrlhf.config.optimizer import OptimizerConfig
 from openrlhf.models.loading import DTYPES
 from openrlhf.rollout.actor import Sampling
@@ -25,13 +24,6 @@ from openrlhf.utils.seeds import derive_seed
 _EVAL_STREAM = 7919
 
 
-def aggregation_of(config: PPOConfig) -> str:
-    """Returns: how token losses become one number."""
-    algo = config.algo
-    default = default_aggregation(algo.advantage.estimator, config.actor.policy_loss_type)
-    return algo.loss_aggregation or default
-
-
 def policy_loss_spec(config: PPOConfig) -> PolicyLossSpec:
     """Returns: the policy's loss."""
     actor, kl = config.actor, config.algo.kl
@@ -41,7 +33,7 @@ def policy_loss_spec(config: PPOConfig) -> PolicyLossSpec:
         clip_low=low,
         clip_high=high,
         dual_clip=actor.dual_clip,
-        aggregation=aggregation_of(config),
+        aggregation=config.algo.loss_aggregation,
         constant=_response_limit(config),
         kl_estimator=kl.estimator if kl.use_loss and kl.enabled else None,
         temperature=config.rollout.temperature,
@@ -54,7 +46,7 @@ def value_loss_spec(config: PPOConfig) -> ValueLossSpec | None:
     """Returns: the critic's loss; None without a critic."""
     if not config.has_critic:
         return None
-    return ValueLossSpec(config.critic.value_clip, aggregation_of(config), _response_limit(config))
+    return ValueLossSpec(config.critic.value_clip, config.algo.loss_aggregation, _response_limit(config))
 
 
 def _response_limit(config: PPOConfig) -> float:

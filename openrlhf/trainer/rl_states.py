@@ -81,11 +81,12 @@ class RLStates:
         if self._has_critic:
             self.critic.sweep()
 
-    def prune(self) -> None:
-        """Removes, after a save, the oldest checkpoints beyond the limits."""
-        self.actor.prune()
-        if self._has_critic:
-            self.critic.prune()
+    def prune(self, *, keep: int | None = None) -> None:
+        """Removes, after a save, the oldest checkpoints beyond the limits, which hold for both models together.
+
+        Args: ``keep``: a step whose checkpoint stays.
+        """
+        self.actor.prune(beside=[self.critic] if self._has_critic else [], keep=keep)
 
 
 def write_fixed(state: Path, fixed: Mapping[str, Any]) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from openrlhf.config import ConfigError, PPOConfig
 from openrlhf.data.batching import split_updates
 
+# Whose rate after the warm-up does not depend on how long they are.
+_WITHOUT_AN_END = ("constant", "constant_with_warmup", "inverse_sqrt")
+
 
 def step_prompts(config: PPOConfig, prompts: int) -> list[int]:
     """Returns: the prompts of each step of a run, in order; under a filter, which takes more for each, at most these.
@@ -25,6 +28,18 @@ def step_updates(config: PPOConfig, prompts: int) -> list[int]:
         len(split_updates(count * samples, train.batch_size)) * train.max_epochs
         for count in step_prompts(config, prompts)
     ]
+
+
+def filter_note(config: PPOConfig, prompts: int) -> str | None:
+    """Returns: what a filter does to the schedule of the learning rate, whose length no one knows; None without one."""
+    if not config.algo.dynamic_filtering_enable or config.actor.optimizer.lr_scheduler in _WITHOUT_AN_END:
+        return None
+    updates = sum(step_updates(config, prompts)[frozen_steps(config) :])
+    return (
+        f"--algo.dynamic_filtering_enable: the schedule of the learning rate spans {updates} updates, as many as there "
+        "are if every group passes. Each group that is dropped brings the end nearer, so the rate does not come down "
+        "as far; steps and time left are upper bounds as well."
+    )
 
 
 def check_frozen(config: PPOConfig, prompts: int) -> None:

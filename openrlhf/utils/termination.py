@@ -24,6 +24,11 @@ def raise_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, _raise_once)
 
 
+def was_told_to_end() -> bool:
+    """Returns: whether SIGTERM has come. Ray makes a plain ``KeyboardInterrupt`` of what is raised while it waits."""
+    return signal.getsignal(signal.SIGTERM) is _do_nothing
+
+
 def _raise_once(number: int, frame: FrameType | None) -> None:
     # Not SIG_IGN, which processes that are started during the cleanup would inherit.
     signal.signal(signal.SIGTERM, _do_nothing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -164,21 +165,28 @@ def test_a_killed_part_ends_the_run_within_a_minute_names_it_and_leaves_nothing_
     assert [line["step"] for line in runs.metrics(tmp_path)][:2] == [1, 2]
 
 
-def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shared_memory(
-    inputs: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("whole_group", [False, True], ids=["the run alone", "its process group, Ray's head included"])
+def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shared_memory_nor_a_lock(
+    inputs: dict[str, Path], tmp_path: Path, whole_group: bool
 ) -> None:
     before = set(Path("/dev/shm").iterdir())
     flags = ["--train.num_episodes", "1000", "--algo.kl.init_coef", "0"]
     arguments = runs.command(tmp_path, inputs["model"], inputs["prompts"], inputs["reward"], *flags)
-    with runs.running(tmp_path, arguments) as run:
+    with runs.running(tmp_path, [*["setsid"] * whole_group, *arguments]) as run:
         run.wait_for("step    2/")
+        assert (tmp_path / "out" / ".lock").exists()
         family, files = run.family(), run.engine_files()
-        family[0].send_signal(signal.SIGTERM)
+        if whole_group:
+            # As `timeout` does, and whoever ends a job with all that it has started.
+            os.killpg(run.process.pid, signal.SIGTERM)
+        else:
+            family[0].send_signal(signal.SIGTERM)
         assert run.process.wait(runs.END_SECONDS) == 143
         assert runs.all_gone(family, runs.END_SECONDS) == []
         assert runs.left_behind(files, 20) == []
+    assert not (tmp_path / "out" / ".lock").exists()
     last = run.text().strip().splitlines()[-1]
-    assert last.startswith("openrlhf train_ppo_ray") and "Traceback" not in run.text(), run.text()[-3000:]
+    assert last == "openrlhf train_ppo_ray: terminated" and "Traceback" not in run.text(), run.text()[-3000:]
     assert {path.name for path in set(Path("/dev/shm").iterdir()) - before} == set()
 
 

@@ -16,7 +16,7 @@ from openrlhf.algorithms.advantages import (
     length_weighted_baseline,
 )
 from openrlhf.algorithms.aggregate import aggregate, count_units
-from openrlhf.algorithms.evaluation import best_of_k, pass_at_k
+from openrlhf.algorithms.evaluation import best_of_k
 from openrlhf.algorithms.kl import adapt_kl_coef, kl_loss, kl_per_token
 from openrlhf.algorithms.policy_loss import DEMANDED_AGGREGATION, PolicyLossInputs, policy_loss, ppo
 from openrlhf.algorithms.rollout_correction import correction_weights
@@ -273,11 +273,10 @@ def test_the_stop_properly_penalty_is_the_recorded_one(golden, case):
 
 
 @pytest.mark.parametrize(("golden", "case"), cases("pass_at_k", 2))
-def test_pass_at_k_is_the_recorded_one_and_so_is_the_best_of_k(golden, case):
+def test_the_best_of_k_right_or_wrong_answers_is_the_recorded_pass_at_k(golden, case):
     n = case["args"]["n"]
     for correct, row in zip(case["correct"], case["value"], strict=True):
         for k, expected in zip(case["k"], row, strict=True):
-            assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-9)
             assert best_of_k([1.0] * correct + [0.0] * (n - correct), k) == pytest.approx(expected, abs=1e-9)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageInputs, compute_advantages
-from openrlhf.algorithms.evaluation import best_of_k, mean_best_of_k, pass_at_k
+from openrlhf.algorithms.evaluation import best_of_k, mean_best_of_k
 from openrlhf.algorithms.filtering import keep_groups
 from openrlhf.algorithms.shaping import overlong_penalty, stop_properly
 from openrlhf.algorithms.token_returns import generalized_advantages
@@ -236,12 +236,12 @@ def test_the_best_of_k_is_the_mean_over_all_draws(scores):
         assert best_of_k(scores, k) == pytest.approx(sum(draws) / len(draws), abs=1e-12)
     correct = [float(score > 0) for score in scores]
     for k in range(1, n + 1):
-        assert pass_at_k(n, int(sum(correct)), k) == pytest.approx(best_of_k(correct, k), abs=1e-12)
+        none_of_k = math.comb(correct.count(0.0), k) / math.comb(n, k)
+        assert best_of_k(correct, k) == pytest.approx(1 - none_of_k, abs=1e-12)
 
 
 def test_pass_at_k_of_many_samples_neither_overflows_nor_cancels():
-    assert pass_at_k(10_000, 1, 5_000) == 0.5
-    assert pass_at_k(100_000, 1, 1) == 1e-5
+    assert best_of_k([1.0] + [0.0] * 99_999, 1) == pytest.approx(1e-5, rel=1e-12)
     assert best_of_k([0.0] * 9_999 + [1.0], 5_000) == pytest.approx(0.5, rel=1e-12)
 
 
@@ -252,12 +252,10 @@ def test_evaluation_uses_its_own_number_of_samples_and_counts_each_k_once():
 
 
 def test_a_k_above_the_number_of_samples_is_refused_with_the_prompts_place():
-    for call in (lambda: pass_at_k(4, 2, 5), lambda: best_of_k([1.0] * 4, 5), lambda: pass_at_k(4, 2, 0)):
+    for k in (5, 0):
         with pytest.raises(ValueError, match="of 4 samples cannot be drawn"):
-            call()
+            best_of_k([1.0] * 4, k)
     with pytest.raises(ValueError, match="prompt 1: k = 2 of 1 samples cannot be drawn"):
         mean_best_of_k([[1.0, 0.0], [1.0]], (2,))
-    with pytest.raises(ValueError, match="5 correct of 4 samples"):
-        pass_at_k(4, 5, 1)
     with pytest.raises(ValueError, match="a score of nan cannot be ranked"):
         best_of_k([1.0, NAN], 1)

@@ -96,6 +96,49 @@ def test_exports_alone_are_pruned_too_and_the_last_state_to_go_on_from_is_not(tm
     assert _names(tmp_path) == ["global_step2", "global_step5_hf"]
 
 
+@pytest.mark.parametrize(
+    ("max_num", "max_mb", "kept"),
+    [(3, 1000, [2, 4, 5]), (2, 1000, [2, 5]), (1, 1000, [2, 5]), (9, 3.5, [2, 4, 5]), (9, 0.5, [2, 5])],
+)
+def test_the_checkpoint_that_is_to_be_kept_stays_beside_the_newest_and_counts(
+    tmp_path: Path, max_num: int, max_mb: float, kept: list[int]
+) -> None:
+    store = CheckpointStore(tmp_path, max_num=max_num, max_mem_gb=max_mb / 1000)
+    for step in range(1, 6):
+        _write(store, step, megabytes=1)
+    store.prune(keep=2)
+    assert _steps(store) == [f"global_step{step}" for step in kept]
+    store.prune(keep=77)
+    assert store.latest() == store.folder(5)
+
+
+@pytest.mark.parametrize(("max_mb", "kept"), [(9.5, [3, 4, 5]), (8.5, [4, 5]), (0, [5])])
+def test_two_stores_that_belong_together_have_one_budget_and_keep_the_same_steps(
+    tmp_path: Path, max_mb: float, kept: list[int]
+) -> None:
+    limits = {"max_num": 9, "max_mem_gb": max_mb / 1000}
+    actor = CheckpointStore(tmp_path / "_actor", **limits, exports=tmp_path)
+    critic = CheckpointStore(tmp_path / "_critic", **limits)
+    for step in range(1, 6):
+        _write(actor, step, megabytes=1)
+        _write(critic, step, megabytes=2)
+    actor.prune(beside=[critic])
+    assert _steps(actor) == _steps(critic) == [f"global_step{step}" for step in kept]
+    for store in (actor, critic):
+        assert (store.root / "latest").read_text() == "global_step5\n"
+
+
+def test_the_newest_step_that_both_stores_have_stays_where_one_of_them_has_a_newer_one(tmp_path: Path) -> None:
+    limits = {"max_num": 1, "max_mem_gb": 1}
+    actor = CheckpointStore(tmp_path / "_actor", **limits)
+    critic = CheckpointStore(tmp_path / "_critic", **limits)
+    for step in (1, 2, 3):
+        _write(actor, step)
+        _write(critic, step, complete=step != 3)
+    actor.prune(beside=[critic])
+    assert _steps(actor) == ["global_step2", "global_step3"] and _steps(critic) == ["global_step2"]
+
+
 def test_a_kill_between_the_two_renames_of_a_save_leaves_the_older_state_to_resume_from(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, max_num=9, max_mem_gb=1)
     _write(store, 1)

@@ -251,9 +251,7 @@ def test_gpu_flags_are_named_once_on_the_cpu_and_not_refused():
     assert device_notes(config, "cpu") == [
         "no effect on the CPU: --vllm.enable_sleep, --ds.enable_sleep, --vllm.gpu_memory_utilization, "
         "--vllm.enforce_eager.",
-        "--vllm.sync_backend nccl becomes shared memory on the CPU.",
     ]
-    assert device_notes(rl("--vllm.sync_backend", "shm"), "cpu") == []
     assert device_notes(sft(), "cpu") == []
 
 
@@ -269,8 +267,7 @@ def test_what_gpus_cannot_do_yet_is_refused_there(extra, monkeypatch):
 def test_weights_go_through_shared_memory_on_gpus_too(monkeypatch):
     install(monkeypatch, vllm="0.25.1")
     check_device(built("train_ppo_ray", RL), "cuda")
-    (note,) = device_notes(built("train_ppo_ray", RL, "--vllm.gpu_memory_utilization", "0.5"), "cuda")
-    assert note.startswith("--vllm.sync_backend nccl becomes shared memory on GPUs too")
+    assert device_notes(built("train_ppo_ray", RL, "--vllm.gpu_memory_utilization", "0.5"), "cuda") == []
     check_device(built("train_ppo_ray", RL, "--vllm.sync_backend", "shm"), "cuda")
 
 

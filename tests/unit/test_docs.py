@@ -140,11 +140,12 @@ def commands() -> list[tuple[str, list[str]]]:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of somebody who has what the README's commands name, as far as the checks look."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("checkpoint/sft", "reward-model", "tiny-model"):
+    for folder in ("checkpoint/sft", "reward-model", "outputs/laptop/model", "outputs/laptop/sft"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
     for name, text in python_files().items():
         (tmp_path / name).write_text(text)
+        (tmp_path / "outputs/laptop" / name).write_text(text)
     return tmp_path
 
 
@@ -158,7 +159,7 @@ def accept(command: str, words: list[str]) -> Config:
 
 
 def test_the_readmes_commands_are_all_found() -> None:
-    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_ppo_ray"] * 8
+    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_ppo_ray"] * 9
 
 
 @pytest.mark.parametrize(("command", "words"), commands())

@@ -110,6 +110,25 @@ def test_on_a_terminal_a_bar_shows_and_goes_away_and_the_summary_stays():
     assert "rollout" not in shown.split("\r")[-1]
 
 
+def test_after_the_first_step_of_a_start_the_time_of_the_others_is_guessed_once(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    console = Console(7, stream)
+    clock[0] = 500.0
+    # A resumed run, whose start took its time.
+    console.begin(3)
+    for step in (4, 5):
+        clock[0] += 20
+        console.estimate(step)
+    assert stream.getvalue() == "if they go as the first, 3 more steps take about 1m00s\n"
+    console.begin(5)
+    console.estimate(6)
+    console.begin(6)
+    console.estimate(7)
+    assert stream.getvalue().splitlines()[1:] == ["if they go as the first, one more step takes about 0s"]
+
+
 def test_an_error_inside_a_phase_passes_and_takes_the_bar_away():
     with pytest.raises(RuntimeError, match="boom"), Console(1, io.StringIO()).phase("update", 1):
         raise RuntimeError("boom")

@@ -11,8 +11,17 @@ import pytest
 from openrlhf.tracking.jsonl import JSONLFile
 from openrlhf.tracking.progress import PHASES
 from openrlhf.tracking.report import write_report
-from openrlhf.tracking.report_data import compact, first_and_last_rollouts, load_run, panels, rolling_mean, thin
-from openrlhf.tracking.report_svg import nice_ticks
+from openrlhf.tracking.report_data import (
+    Panel,
+    Series,
+    compact,
+    first_and_last_rollouts,
+    load_run,
+    panels,
+    rolling_mean,
+    thin,
+)
+from openrlhf.tracking.report_svg import nice_ticks, tick_labels, value_range
 from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
 
 INJECTION = "<script>document.title = 'taken over'</script><img src=x onerror=\"document.title='taken over'\">&amp;"
@@ -204,6 +213,27 @@ def test_helpers_of_the_charts_give_what_they_promise():
     assert [compact(v) for v in (0, 0.12345, 1234.5, 1e-7, 12345678, math.nan, None)] == [
         "0", "0.1235", "1,234", "1.00e-07", "1.23e+07", "–", "–",
     ]  # fmt: skip
+
+
+def test_a_run_of_one_step_says_its_numbers_beside_the_dots_and_every_chart_names_its_axis(tmp_path):
+    write_metrics(tmp_path, [{"reward/mean": 0.25, "policy/loss": -0.0125}])
+    html = html_of(tmp_path)
+    assert re.findall(r'r="3.5"/><text class="tick"[^>]*>([^<]*)<', html) == ["0.25", "-0.0125"]
+    assert len(charts_of(html)) == html.count(">step</text>") == 2
+    write_metrics(tmp_path, [{"reward/mean": 0.25, "policy/loss": -0.0125}] * 2)
+    assert 'r="3.5"/><text' not in html_of(tmp_path)
+
+
+def test_ticks_of_a_tiny_range_differ_and_noise_of_rounding_is_no_range():
+    assert tick_labels([2.3, 2.3000001, 2.3000002]) == ["2.3", "2.3000001", "2.3000002"]
+    assert tick_labels([0.0, 1000.0, 2000.0]) == ["0", "1,000", "2,000"]
+    low, high = value_range(Panel("", "", [Series("", [1, 2], [0.1, 0.1 + 1e-17])]))
+    assert (low, high) == pytest.approx((0.09, 0.11))
+    low, high = value_range(Panel("", "", [Series("", [1, 2], [0.1, 0.1 + 1e-16])]))
+    assert (low, high) == pytest.approx((0.09, 0.11))
+    low, high = value_range(Panel("", "", [Series("", [1, 2], [2.3, 2.3000001])]))
+    assert 2.29 < low < high < 2.31
+    assert value_range(Panel("", "", [Series("", [1], [0.0])])) == (-1.0, 1.0)
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

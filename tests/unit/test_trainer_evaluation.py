@@ -57,15 +57,35 @@ def test_scores_of_reward_models_are_no_pass_rates() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "eval_default_pass1", "eval/default_pass1"])
-def test_the_best_evaluation_is_the_first_of_the_highest(key: str, tmp_path: Path) -> None:
+def test_the_best_evaluation_is_the_last_of_the_highest(key: str, tmp_path: Path) -> None:
     best = BestModel(key, tmp_path)
-    found = [best.improves(step, {"x": 9.0, "eval/default_pass1": value}) for step, value in enumerate([0.1, 0.3, 0.3])]
-    assert found == [True, True, False]
+    values = [0.1, 0.3, 0.3, 0.2]
+    found = [best.improves(step, {"x": 9.0, "eval/default_pass1": value}) for step, value in enumerate(values)]
+    assert found == [True, True, True, False]
     best.write()
-    assert json.loads((tmp_path / "best.json").read_text()) == {"metric": "eval/default_pass1", "value": 0.3, "step": 1}
+    assert json.loads((tmp_path / "best.json").read_text()) == {"metric": "eval/default_pass1", "value": 0.3, "step": 2}
     again = BestModel(key, tmp_path)
     again.load_state_dict(best.state_dict())
     assert not again.improves(3, {"eval/default_pass1": 0.2}) and again.improves(4, {"eval/default_pass1": 0.4})
+
+
+def test_of_the_checkpoints_the_one_that_was_evaluated_best_is_to_be_kept(tmp_path: Path) -> None:
+    best = BestModel("", tmp_path)
+    assert best.checkpoint_to_keep(1) is None
+    kept = []
+    # Steps 3 and 6 have an evaluation and no checkpoint, step 5 a checkpoint and no evaluation.
+    for step, value in {2: 0.5, 3: 0.9, 4: 0.6, 5: None, 6: 0.8, 7: 0.6, 8: 0.1}.items():
+        if value is not None:
+            best.improves(step, {"eval/default_pass1": value})
+        if step not in (3, 6):
+            kept.append(best.checkpoint_to_keep(step))
+            again = BestModel("", tmp_path)
+            again.load_state_dict(best.state_dict())
+            best = again
+    assert kept == [2, 4, 4, 7, 7]
+    none = BestModel("none", tmp_path)
+    none.improves(2, {"eval/default_pass1": 0.5})
+    assert none.checkpoint_to_keep(2) is None
 
 
 def test_no_best_model_is_kept_where_none_is_asked_for_and_an_unknown_metric_is_named(tmp_path: Path) -> None:

@@ -88,6 +88,15 @@ def test_models_that_fit_are_let_through(models: Path, flags: tuple[str, ...]) -
     preflight.run(config_of(models, *flags))
 
 
+def test_missing_statistics_of_a_reward_model_are_told_once_by_the_run_and_by_the_plan_of_a_dry_run(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preflight.run(config_of(models, *JUDGE, "--reward.normalize_enable"))
+    assert capsys.readouterr().err.count("stores no mean and std") == 1
+    preflight.run(config_of(models, *JUDGE, "--reward.normalize_enable", "--dry_run"))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -43,10 +43,11 @@ class ScriptedEvaluator:
 
     def __init__(self) -> None:
         self.runs = 0
+        self.found = EVALUATION
 
     def run(self) -> dict[str, float]:
         self.runs += 1
-        return dict(EVALUATION)
+        return dict(self.found)
 
 
 class Room:
@@ -56,6 +57,7 @@ class Room:
         flags = PPOCkptConfig(output_dir=str(folder / "out"), path=str(folder / "states"), **ckpt)
         self.settings = OutputSettings(flags, LoggerConfig(logging_steps=logging_steps), 1, 9.0, {"--x": 1}, "x: 1\n")
         self.actor: Any = ScriptedRanks()
+        self.critic: Any = None
         self.folder = folder
         self.begin()
 
@@ -65,11 +67,17 @@ class Room:
         self.controller, _ = controller_of(evaluator=self.evaluator)
         self.said = io.StringIO()
         self.outputs = RLOutputs(
-            self.settings, self.controller, Models(self.actor), make_tokenizer(), Console(9, self.said)
+            self.settings,
+            self.controller,
+            Models(self.actor, critic=self.critic),
+            make_tokenizer(),
+            Console(9, self.said),
         )
 
-    def step(self, *, evaluate: bool = False) -> None:
+    def step(self, *, evaluate: bool = False, value: float | None = None) -> None:
         self.controller.position.step += 1
+        if value is not None:
+            self.evaluator.found, evaluate = {"eval/default_pass1": value}, True
         found = self.controller.evaluate() if evaluate else {}
         self.outputs.after_step(StepMetrics({"reward/mean": float(self.controller.position.step), **found}))
 
@@ -126,6 +134,29 @@ def test_a_run_that_goes_on_removes_the_states_after_its_own_with_its_first_save
     room.step()
     room.step()
     assert sorted(path.name for path in actor.glob("global_step*")) == ["global_step3", "global_step4"]
+
+
+@pytest.mark.parametrize(("key", "kept"), [("", [2, 4, 5]), ("eval_default_pass1", [2, 4, 5]), ("none", [3, 4, 5])])
+def test_the_states_of_the_best_evaluation_outlive_their_turn_and_a_resumed_run_knows_them(
+    tmp_path: Path, key: str, kept: list[int]
+) -> None:
+    room = Room(tmp_path, save_steps=1, max_num=3, best_metric_key=key)
+    room.critic = ScriptedRanks()
+    room.begin()
+    room.outputs.resume()
+    for value in (0.1, 0.7, 0.4):
+        room.step(value=value)
+    room.outputs.close()
+    room.begin(load_enable=True)
+    room.outputs.resume()
+    for value in (0.6, 0.3):
+        room.step(value=value)
+    for role in ("_actor", "_critic"):
+        found = (tmp_path / "states" / role).glob("global_step*")
+        assert sorted(path.name for path in found) == [f"global_step{step}" for step in kept]
+    room.step(value=0.9)
+    room.step(value=0.2)
+    assert room.outputs._states.actor.folder(6).is_dir() and not room.outputs._states.actor.folder(2).is_dir()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.config import PPOConfig, to_flags_yaml
+from openrlhf.config import PPOConfig, resolve, to_flags_yaml
 from openrlhf.trainer import rl_specs
 from openrlhf.trainer.launch import critic_source
 from openrlhf.utils.seeds import derive_seed
@@ -113,7 +113,7 @@ TABLE: list[tuple[tuple[str, ...], str, Any, Any]] = [
 
 
 def config_of(*flags: str) -> PPOConfig:
-    config = built("train_ppo_ray", {}, *flags)
+    config = resolve(built("train_ppo_ray", {}, *flags))
     assert isinstance(config, PPOConfig)
     return config
 
