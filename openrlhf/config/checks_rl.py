@@ -8,7 +8,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.model import PlacementConfig
 from openrlhf.config.urls import parse_urls
 
-SYNC_BACKENDS = ("nccl", "gloo", "ipc", "shm")
+SYNC_BACKENDS = ("auto", "nccl", "ipc", "gloo", "shm")
 
 # Engine arguments that the run relies on, and what decides them.
 RESERVED_ENGINE_ARGUMENTS = {

@@ -16,7 +16,6 @@ from openrlhf.config.engine_arguments import check_engine_arguments
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 from openrlhf.config.kernels import check_experts, check_installed, check_runs
-from openrlhf.config.unbuilt import check_unbuilt_on_gpu
 
 VLLM_MINIMUM = "0.25.1"
 # Distribution names of the engine: on GPUs, and without.
@@ -251,7 +250,6 @@ def check_device(config: TrainingConfig, device: str) -> None:
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
     if device == "cuda":
-        check_unbuilt_on_gpu(config)
         check_batch_invariance(config)
         check_shared_memory(config)
 

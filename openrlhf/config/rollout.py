@@ -53,7 +53,7 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     """GPUs of one engine."""
     sync_backend: str = "nccl"
-    """How weights reach the engines: nccl, gloo, ipc or shm; nccl becomes ipc on a shared GPU and shm on the CPU."""
+    """How weights reach the engines: auto, nccl, ipc, gloo or shm; nccl becomes ipc on shared GPUs, shm on the CPU."""
     sync_with_ray: bool = False
     """Send weights through Ray's collective library."""
     enable_prefix_caching: bool = False

@@ -16,7 +16,7 @@ COMMANDS = {
     "serve_rm": "the reward server",
 }
 
-# flag -> feature, for every command that has the flag; refused unless it stands at its default or in OFF.
+# flag -> feature, for every command that has the flag; refused unless it stands at its default.
 FLAGS = {
     "optim": "the Muon optimizer",
     "actor.optim": "the Muon optimizer",
@@ -47,18 +47,6 @@ RL_FLAGS = {
     "vllm.tensor_parallel_size": "tensor parallel engines",
 }
 
-# The same on GPUs; on the CPU they have no effect.
-GPU_FLAGS = {
-    "vllm.enable_sleep": "freeing GPU memory in turns",
-    "ds.enable_sleep": "freeing GPU memory in turns",
-    "vllm.sync_backend": "weight transfer other than by shared memory",
-}
-
-# Values besides the default that leave a feature off.
-OFF = {
-    "vllm.sync_backend": ("shm",),
-}
-
 
 def unbuilt_flags(tree: type) -> list[str]:
     """Returns: the names of a command's flags whose feature does not exist yet, on whatever device."""
@@ -76,16 +64,11 @@ def check_unbuilt(config: Config) -> None:
     _check_off(config, FLAGS | RL_FLAGS if isinstance(config, PPOConfig) else FLAGS)
 
 
-def check_unbuilt_on_gpu(config: Config) -> None:
-    """Raises ConfigError for the first flag that asks for something which GPUs cannot do here yet."""
-    _check_off(config, GPU_FLAGS)
-
-
 def _check_off(config: Config, features: dict[str, str]) -> None:
     flags = flags_of(type(config))
     for name, feature in features.items():
         if name not in flags:
             continue
         value = flags[name].value(config)
-        if value != flags[name].default and value not in OFF.get(name, ()):
+        if value != flags[name].default:
             raise ConfigError(f"--{name} asks for {feature}, which is not built yet; leave the flag out.")

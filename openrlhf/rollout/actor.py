@@ -19,6 +19,8 @@ from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.engine_files import EngineFiles
 from openrlhf.rollout.engine_spec import EngineSpec
+from openrlhf.rollout.transports import Rendezvous
+from openrlhf.utils.own_gpus import keep_own_gpus
 from openrlhf.utils.seeds import derive_seed
 
 BLOCK_SHARE = 0.5
@@ -95,9 +97,10 @@ class RolloutActor:
         self._agent_spec = agent
 
     async def start(self) -> dict[str, Any]:
-        """Starts engine and agent. Returns: process id and node."""
+        """Starts engine and agent. Returns: process id, node and, by worker of the engine, the GPU (None on a CPU)."""
         import ray
 
+        keep_own_gpus()
         spec = self._agent_spec
         self._tokenizer = load_tokenizer(
             spec.tokenizer, use_fast=spec.use_fast_tokenizer, trust_remote_code=spec.trust_remote_code
@@ -120,8 +123,8 @@ class RolloutActor:
         except BaseException:
             self._files.close()
             raise
-        await self._engine.start()
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        gpus = await self._engine.start()
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "gpus": gpus}
 
     async def watch(self) -> None:
         """Never returns: the call fails when this worker dies."""
@@ -190,13 +193,25 @@ class RolloutActor:
             vocab_size=self._engine.vocab_size,
         )
 
+    async def join(self, place: Rendezvous, first_rank: int) -> None:
+        """Has the engine's workers meet a sender that broadcasts."""
+        await self._engine.join(place, first_rank)
+
+    async def sleep(self) -> None:
+        """Frees the engine's GPU memory."""
+        await self._engine.sleep()
+
+    async def wake(self, part: str) -> None:
+        """Takes a part of it back: "weights" or "kv_cache"."""
+        await self._engine.wake(part)
+
     async def begin_update(self) -> None:
         """Opens a weight update."""
         await self._engine.begin_update()
 
-    async def load_bucket(self, path: str, checksums: dict[str, int]) -> None:
+    async def load_bucket(self, payload: dict[str, Any], checksums: dict[str, int]) -> None:
         """Loads one bucket of it."""
-        await self._engine.load_bucket(path, checksums)
+        await self._engine.load_bucket(payload, checksums)
 
     async def end_update(self, manifest: dict[str, int], version: int) -> None:
         """Closes it, once it is proven whole."""

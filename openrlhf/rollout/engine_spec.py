@@ -18,6 +18,7 @@ class EngineSpec:
         dtype: "float32", "bfloat16" or "float16"; the trainer's, so that log-probs are comparable.
         max_model_len: tokens of prompt and response together.
         max_num_seqs: sequences generated side by side.
+        enable_sleep: the engine's GPU memory can be freed and taken back.
         kv_cache_bytes: memory of the KV cache on a CPU; None on a GPU, where ``gpu_memory_utilization`` decides.
         extra: further engine arguments, as vLLM names them; they win.
     """
@@ -30,6 +31,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
     enable_prefix_caching: bool = False
+    enable_sleep: bool = False
     gpu_memory_utilization: float = 0.9
     kv_cache_bytes: int | None = None
     trust_remote_code: bool = False

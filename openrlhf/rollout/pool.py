@@ -57,6 +57,16 @@ class RolloutPool:
                 unfinished[engine] -= request.num_samples
                 yield self._supervisor.result(ref, self.names[engine])
 
+    def call(self, method: str, *args: Any, timeout: float) -> dict[str, Any]:
+        """Calls ``method`` on every engine at once and waits. Returns: the results by name.
+
+        Raises: RunError, as ``stream``.
+        """
+        calls = {
+            name: getattr(engine, method).remote(*args) for name, engine in zip(self.names, self.engines, strict=True)
+        }
+        return self._supervisor.get_all(calls, what=f"the end of {method}", timeout=timeout)
+
     def _describe(self, running: dict[Any, tuple[int, GroupRequest]]) -> str:
         engines = sorted({self.names[engine] for engine, _ in running.values()})
         groups = [request.group_id for _, request in running.values()]

@@ -1,63 +1,22 @@
-"""Weights from a trainer to an engine through shared memory: buckets on one side, proof of completeness on the other.
-
-A transfer that loses a tensor, or hands over an old one, does not show in the samples at once. So each tensor travels
-with a checksum, and the receiver accepts an update only when it holds exactly what the sender's manifest names.
-"""
+"""A model's weights cut into buckets, and the way of a bucket through shared memory."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from openrlhf.rollout.integrity import TransferError, checksum
 from openrlhf.utils.private_folders import SHARED_MEMORY, WEIGHTS_PREFIX, PrivateFolder, sweep
 
 BUCKET_BYTES = 256 * 2**20
 """Bytes that a bucket holds at most, a larger single tensor apart. Small enough for a container's shared memory."""
 
 _MARGIN_BYTES = 64 * 2**20
-# Words hashed at once: what stays in a core's cache, or what keeps a GPU busy.
-_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-# Any odd numbers with bits all over serve.
-_MIX = (-0x61C8864680B583EB, 0x632BE59BD9B4E019, -0x40A7B892E31B1A47)
-
-
-class TransferError(RuntimeError):
-    """A weight update that is not the sender's model, tensor for tensor."""
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A hash of the tensor's bytes, their places, its dtype and its shape.
-
-    It is no plain weighted sum: such a sum misses changes that go through a whole tensor, a doubled one among them.
-
-    Args:
-        tensor: any shape and dtype, on any device.
-
-    Returns:
-        An int below 2**64 that is the same on every device for the same bytes, dtype and shape.
-    """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    width = next(size for size in _WORDS if flat.numel() % size == 0)
-    if flat.storage_offset() % width:
-        flat = flat.clone()
-    words = flat.view(_WORDS[width])
-    chunk = _CPU_CHUNK if words.device.type == "cpu" else _GPU_CHUNK
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk].to(torch.int64) * _MIX[0]
-        part += torch.arange(start, start + part.numel(), device=part.device) * _MIX[1]
-        part ^= part >> 32
-        part *= _MIX[2]
-        part ^= part >> 29
-        total += part.sum()
-    return (int(total) + zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())) % 2**64
 
 
 @dataclass
@@ -73,6 +32,11 @@ class Bucket:
     path: str
     checksums: dict[str, int]
     nbytes: int
+
+    @property
+    def payload(self) -> dict[str, str]:
+        """What an engine is told of where it lies."""
+        return {"path": self.path}
 
 
 def buckets(
@@ -110,53 +74,6 @@ def write_bucket(folder: Path, index: int, tensors: dict[str, torch.Tensor]) -> 
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
     return Bucket(str(path), sums, sum(t.numel() * t.element_size() for t in tensors.values()))
-
-
-@dataclass
-class Receipt:
-    """What one engine worker received in one update, checked as it arrives.
-
-    Attributes:
-        sums: checksum of each tensor received so far, by HF name.
-    """
-
-    sums: dict[str, int] = field(default_factory=dict)
-
-    def accept(self, tensors: dict[str, torch.Tensor], expected: dict[str, int]) -> None:
-        """Takes one bucket in.
-
-        Raises:
-            TransferError: a tensor is missing from the bucket, not expected in it, came before, or has other bytes.
-        """
-        missing = sorted(expected.keys() - tensors.keys())
-        surplus = sorted(tensors.keys() - expected.keys())
-        if missing or surplus:
-            raise TransferError(f"weight bucket: missing {missing or 'none'}, not announced {surplus or 'none'}")
-        for name, tensor in tensors.items():
-            if name in self.sums:
-                raise TransferError(f"weight {name} was received twice in one update")
-            found = checksum(tensor)
-            if found != expected[name]:
-                raise TransferError(
-                    f"weight {name} arrived with checksum {found:x}, the trainer sent {expected[name]:x}: "
-                    "its bytes are stale or damaged"
-                )
-            self.sums[name] = found
-
-    def complete(self, manifest: dict[str, int]) -> None:
-        """Compares all that came with all that the trainer holds.
-
-        Raises:
-            TransferError: naming the tensors that differ.
-        """
-        missing = sorted(manifest.keys() - self.sums.keys())
-        surplus = sorted(self.sums.keys() - manifest.keys())
-        stale = sorted(name for name in manifest.keys() & self.sums.keys() if manifest[name] != self.sums[name])
-        if missing or surplus or stale:
-            raise TransferError(
-                f"incomplete weight update: never received {missing[:5] or 'none'}, unknown to the trainer "
-                f"{surplus[:5] or 'none'}, stale {stale[:5] or 'none'}"
-            )
 
 
 class Exchange:

@@ -14,7 +14,6 @@ import torch
 from openrlhf.algorithms.kl import adapt_kl_coef
 from openrlhf.config import AlgoConfig
 from openrlhf.data.trajectory import Trajectory
-from openrlhf.rollout.pool import RolloutPool
 from openrlhf.tracking.progress import Console
 from openrlhf.trainer.evaluation import Evaluator
 from openrlhf.trainer.experience import (
@@ -29,15 +28,13 @@ from openrlhf.trainer.experience import (
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.sampling import Collected, RolloutCollector
 from openrlhf.trainer.scoring import RewardScorer
+from openrlhf.trainer.turns import DeviceTurns
 from openrlhf.trainer.updates import Updater
 from openrlhf.trainer.workers import Dealt, WorkerGroup
 from openrlhf.utils.errors import RunError
 
 MAX_BARREN_STEPS = 3
 """Steps in a row without one sample that can be trained on, after which a run stops."""
-
-SENDER_SHARE = 0.9
-"""Of --train.step_timeout, what the sender of weights waits for one answer of an engine."""
 
 
 @dataclass
@@ -63,7 +60,6 @@ class LoopSettings:
         shaping: of rewards.
         temperature: that samples are drawn at.
         budget: of one forward for log-probs and values.
-        engine_dtype: of the weights that are sent.
         timeout: seconds that one phase may take.
         eval_steps: rollout steps between evaluations.
     """
@@ -72,7 +68,6 @@ class LoopSettings:
     shaping: RewardShaping
     temperature: float
     budget: Budget
-    engine_dtype: torch.dtype
     pad_token_id: int
     timeout: float
     eval_steps: int = -1
@@ -95,7 +90,7 @@ class RLController:
         settings: LoopSettings,
         *,
         collector: RolloutCollector,
-        pool: RolloutPool,
+        turns: DeviceTurns,
         models: Models,
         scorer: RewardScorer,
         updater: Updater,
@@ -104,7 +99,7 @@ class RLController:
     ) -> None:
         self._settings, self._algo = settings, settings.algo
         self._collector = collector
-        self._pool = pool
+        self._turns = turns
         self._models = models
         self._scorer = scorer
         self._updater = updater
@@ -141,10 +136,14 @@ class RLController:
         """Does one step. Returns: what was measured, and the samples; None where the run is at its end."""
         metrics = StepMetrics()
         start = time.monotonic()
+        with self._phase("wake", metrics):
+            self._turns.sampling(self.position.updates)
         with self._phase("rollout", metrics):
             collected = self._collector.collect()
         if collected is None or self._nothing_passed(collected):
             return None
+        with self._phase("sleep", metrics):
+            self._turns.training()
         if self._scorer.has_models:
             with self._phase("reward", metrics):
                 self._scorer.add_rewards(collected.trajectories)
@@ -173,22 +172,19 @@ class RLController:
 
     def send_weights(self) -> int:
         """Gives the engines the actor's weights. Returns: bytes sent to each engine."""
-        engines = dict(zip(self._pool.names, self._pool.engines, strict=True))
-        # The sender gives up first, since it knows which engine it waits for.
-        timeout = self._settings.timeout
-        return self._models.actor.call(
-            "send_weights",
-            engines,
-            self._settings.engine_dtype,
-            self.position.updates,
-            SENDER_SHARE * timeout,
-            timeout=timeout,
-        )[0]
+        return self._turns.send(self.position.updates)
+
+    def hold_models(self) -> None:
+        """Has the models where they can be saved from."""
+        self._turns.training()
 
     def evaluate(self) -> dict[str, float]:
         """Returns: the metrics of an evaluation with the engines' present weights; none without evaluation data."""
         self._evaluated_at = self.position.step
-        return {} if self._evaluator is None else self._evaluator.run()
+        if self._evaluator is None:
+            return {}
+        self._turns.sampling(self.position.updates)
+        return self._evaluator.run()
 
     def _nothing_passed(self, collected: Collected) -> bool:
         if collected.trajectories or not collected.dropped:
@@ -267,7 +263,8 @@ class RLController:
     def _phase(self, name: str, metrics: StepMetrics) -> Iterator[None]:
         start = time.monotonic()
         yield
-        metrics.values[f"time/{name}"] = time.monotonic() - start
+        if self._turns.in_use or name not in ("wake", "sleep"):
+            metrics.values[f"time/{name}"] = time.monotonic() - start
 
 
 def trainable(trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:

@@ -73,12 +73,27 @@ def _engine_spec(config: PPOConfig, sequences: int, on_gpu: bool) -> EngineSpec:
         max_num_seqs=sequences,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
         enforce_eager=config.vllm.enforce_eager,
-        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enable_prefix_caching=config.vllm.enable_prefix_caching or _shares_prompts(config, on_gpu),
+        enable_sleep=engines_sleep(config, on_gpu=on_gpu),
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         kv_cache_bytes=cache,
         trust_remote_code=config.trust_remote_code,
         extra=config.vllm.extra,
     )
+
+
+def engines_sleep(config: PPOConfig, *, on_gpu: bool) -> bool:
+    """Returns: whether engines free their GPU memory while others work; only those that share it have a reason to."""
+    shares = config.train.colocate_all and not config.train.async_enable
+    return on_gpu and shares and config.vllm.enable_sleep
+
+
+def _shares_prompts(config: PPOConfig, on_gpu: bool) -> bool:
+    """Whether the samples of a group reuse the cache of their prompt without being told to.
+
+    A cached prompt changes the last bits of log-probs, so not where a run is to be repeated.
+    """
+    return on_gpu and config.rollout.n_samples_per_prompt > 1 and not config.train.full_determinism_enable
 
 
 def _agent_spec(config: PPOConfig) -> AgentSpec:
@@ -107,13 +122,13 @@ class ModelLauncher:
         self._supervisor = supervisor
         self._device = "cuda" if on_gpu else "cpu"
 
-    def start_models(self, num_prompts: int, pad_token_id: int) -> tuple[Models, dict[str, Any]]:
+    def start_models(self, num_prompts: int, pad_token_id: int) -> tuple[Models, list[dict[str, Any]]]:
         """Loads actor, reference model and critic.
 
         Args:
             num_prompts: that the run has, from which the schedule's length follows.
 
-        Returns: the groups, and process id and node of the actor's first rank.
+        Returns: the groups, and what each rank of the actor says of where it stands.
         """
         config = self._config
         updates = step_updates(config, num_prompts)
@@ -125,7 +140,7 @@ class ModelLauncher:
             ref, _ = self._start("ref", self._spec("ref", path, offload=config.ref.offload))
         if "critic" in self._places:
             critic, _ = self._start("critic", self._critic_spec(sum(updates), pad_token_id))
-        return Models(actor, ref, critic), ranks[0]
+        return Models(actor, ref, critic), ranks
 
     def start_reward_models(self, policy_tokenizer: Any) -> list[RewardModel]:
         """Loads the reward models."""

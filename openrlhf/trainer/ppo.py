@@ -9,23 +9,24 @@ from typing import Any
 import ray
 
 from openrlhf.config import PPOConfig
-from openrlhf.config.errors import ConfigError
 from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sources import load_dataset_mix
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import DTYPES, load_tokenizer
 from openrlhf.rollout.pool import RolloutPool
 from openrlhf.tracking.progress import Console
 from openrlhf.trainer import rl_specs
 from openrlhf.trainer.cluster import place_roles, ray_session, role_sizes
 from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.evaluation import Evaluator
-from openrlhf.trainer.launch import ModelLauncher, start_engines
+from openrlhf.trainer.launch import ModelLauncher, engines_sleep, start_engines
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.rl_states import sole_run
 from openrlhf.trainer.sampling import RolloutCollector
 from openrlhf.trainer.schedule import check_frozen, filter_note, step_prompts
 from openrlhf.trainer.scoring import RewardModel, RewardScorer
+from openrlhf.trainer.turns import DeviceTurns
 from openrlhf.trainer.updates import Updater
+from openrlhf.trainer.weight_sync import WeightSync, connect_engines
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor
@@ -72,15 +73,17 @@ def run(config: PPOConfig) -> None:
         pool, engines_ready = start_engines(config, places["engine"], supervisor, on_gpu, len(prompts))
         with _engines_end(pool):
             if on_gpu and config.train.colocate_all:
-                # An engine takes what is left of its share of a card: what loads meanwhile would be counted as its own.
-                supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
+                _start_alone(config, pool, engines_ready, supervisor)
             launcher = ModelLauncher(config, places, supervisor, on_gpu=on_gpu)
-            models, sender = launcher.start_models(len(prompts), tokenizer.pad_token_id)
+            models, ranks = launcher.start_models(len(prompts), tokenizer.pad_token_id)
             rewards = launcher.start_reward_models(tokenizer)
             engines = supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
-            _check_nodes(sender, engines)
+            sync = _connected(config, models, ranks, pool, engines, console)
+            turns = _turns(config, pool, sync, models, rewards, on_gpu)
             seeded = not on_gpu or config.train.full_determinism_enable
-            controller = _controller(config, prompts, held_out, tokenizer, pool, models, rewards, console, seeded)
+            controller = _controller(
+                config, prompts, held_out, tokenizer, pool, turns, models, rewards, console, seeded
+            )
             outputs = RLOutputs(settings, controller, models, tokenizer, console)
             _train(controller, outputs)
             try:
@@ -88,6 +91,30 @@ def run(config: PPOConfig) -> None:
             except RunError as error:
                 # All results are written; how the workers go is no reason to call the run a failure.
                 console.warn(str(error))
+
+
+def _start_alone(config: PPOConfig, pool: RolloutPool, engines_ready: dict[str, Any], supervisor: Supervisor) -> None:
+    """Waits for engines that share cards: each takes what is left of its share, and what loads meanwhile counts."""
+    supervisor.get_all(engines_ready, what="its start", timeout=config.vllm.start_timeout)
+    if engines_sleep(config, on_gpu=True):
+        pool.call("sleep", timeout=config.train.step_timeout)
+
+
+def _connected(
+    config: PPOConfig,
+    models: Models,
+    ranks: list[dict[str, Any]],
+    pool: RolloutPool,
+    engines: dict[str, dict[str, Any]],
+    console: Console,
+) -> WeightSync:
+    wanted = config.vllm.sync_backend
+    dtype = DTYPES[config.ds.param_dtype]
+    sync = connect_engines(wanted, models.actor, ranks, pool, engines, dtype=dtype, timeout=config.train.step_timeout)
+    note = sync.note(wanted)
+    if note is not None:
+        console.note(note)
+    return sync
 
 
 @contextmanager
@@ -102,12 +129,28 @@ def _engines_end(pool: RolloutPool) -> Iterator[None]:
         raise
 
 
+def _turns(
+    config: PPOConfig, pool: RolloutPool, sync: WeightSync, models: Models, rewards: list[RewardModel], on_gpu: bool
+) -> DeviceTurns:
+    trained = [group for group in (models.actor, models.critic) if group is not None]
+    return DeviceTurns(
+        pool,
+        sync.send,
+        trained=trained,
+        others=[group for group in _groups(models, rewards) if group not in trained],
+        engines_sleep=engines_sleep(config, on_gpu=on_gpu),
+        training_sleeps=on_gpu and config.ds.enable_sleep,
+        timeout=config.train.step_timeout,
+    )
+
+
 def _controller(
     config: PPOConfig,
     prompts: PromptDataset,
     held_out: PromptDataset | None,
     tokenizer: Any,
     pool: RolloutPool,
+    turns: DeviceTurns,
     models: Models,
     rewards: list[RewardModel],
     console: Console,
@@ -129,7 +172,7 @@ def _controller(
     return RLController(
         rl_specs.loop_settings(config, pad_token_id),
         collector=RolloutCollector(rl_specs.sampling_settings(config, seeded=seeded), prompts, pool, console),
-        pool=pool,
+        turns=turns,
         models=models,
         scorer=scorer,
         updater=Updater(rl_specs.update_settings(config, pad_token_id), models.actor, models.critic, console),
@@ -188,15 +231,6 @@ def _prompts(config: PPOConfig, rows: Any, tokenizer: Any) -> PromptDataset:
         input_template=config.data.input_template,
         apply_chat_template=config.data.apply_chat_template,
     )
-
-
-def _check_nodes(sender: dict[str, Any], engines: dict[str, dict[str, Any]]) -> None:
-    apart = sorted(name for name, info in engines.items() if info["node"] != sender["node"])
-    if apart:
-        raise ConfigError(
-            f"{', '.join(apart)} and actor worker 0 stand on different nodes, and weights travel through one node's "
-            "shared memory: run on one node that has room for all of them."
-        )
 
 
 def _groups(models: Models, rewards: list[RewardModel]) -> list[WorkerGroup]:

@@ -204,6 +204,7 @@ class RLOutputs:
             self._states.prune(keep=keep)
 
     def _save_state(self, folder: Path) -> None:
+        self._controller.hold_models()
         state = {
             "controller": self._controller.state_dict(),
             "best": self._best.state_dict(),
@@ -225,6 +226,7 @@ class RLOutputs:
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(folder)
         (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
+        self._controller.hold_models()
         group.call("save_hf", str(folder), ema, timeout=self._timeout)
 
     def _shown(self, trajectories: list[Trajectory]) -> list[Trajectory]:

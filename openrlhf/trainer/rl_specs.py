@@ -6,7 +6,6 @@ from typing import Any
 
 from openrlhf.config import PPOConfig, to_flags_yaml
 from openrlhf.config.optimizer import OptimizerConfig
-from openrlhf.models.loading import DTYPES
 from openrlhf.rollout.actor import Sampling
 from openrlhf.trainer.controller import LoopSettings
 from openrlhf.trainer.evaluation import EvalSettings
@@ -80,7 +79,6 @@ def loop_settings(config: PPOConfig, pad_token_id: int) -> LoopSettings:
         shaping=reward_shaping(config),
         temperature=config.rollout.temperature,
         budget=rollout_budget(config),
-        engine_dtype=DTYPES[config.ds.param_dtype],
         pad_token_id=pad_token_id,
         timeout=config.train.step_timeout,
         eval_steps=config.eval.steps,

@@ -11,19 +11,27 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.shapes import parameter_shapes, refuse_other_model, write_shapes
 from openrlhf.config import DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.models.value_head import HeadSpec
-from openrlhf.rollout.transfer import Exchange, buckets, write_bucket
+from openrlhf.rollout.sending import send_weights
+from openrlhf.rollout.transports import (
+    BroadcastSender,
+    IpcSender,
+    Rendezvous,
+    Sender,
+    SharedMemorySender,
+    WeightGroup,
+    gpu_uuid,
+)
 from openrlhf.trainer.cluster import Place
 from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, StepShare, update_policy
 from openrlhf.trainer.value_update import ValueLossSpec, update_critic
-from openrlhf.utils.errors import RunError
-from openrlhf.utils.supervise import Supervisor, describe
+from openrlhf.utils.own_gpus import keep_own_gpus
+from openrlhf.utils.supervise import Supervisor
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class TrainWorker:
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def setup(self, spec: ModelSpec, master: tuple[str, int]) -> dict[str, Any]:
-        """Joins the other ranks and loads the model. Returns: process id and node."""
+        """Joins the other ranks and loads the model. Returns: process id, node and GPU."""
+        keep_own_gpus()
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(self._world_size),
@@ -118,7 +127,8 @@ class TrainWorker:
                 head=spec.head,
                 ema=spec.ema_beta is not None,
             )
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        gpu = gpu_uuid() if spec.device == "cuda" else None
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "gpu": gpu}
 
     def logprobs(self, micro_batches: list[PackedBatch], temperature: float) -> list[torch.Tensor]:
         """Returns: float32 [T] of each micro-batch, on the CPU."""
@@ -160,34 +170,41 @@ class TrainWorker:
         """Runs this rank's share of one optimizer step; see ``update_critic``."""
         return update_critic(self._backend, share, spec)
 
-    def send_weights(self, engines: dict[str, Any], dtype: torch.dtype, version: int, timeout: float) -> int:
-        """Hands the whole model to the engines, bucket by bucket. All ranks gather, rank 0 sends.
+    def open_sender(self, transport: str, place: Rendezvous | None) -> None:
+        """Prepares the way of the weights to the engines.
 
         Args:
-            engines: handles of ``RolloutActor`` by name.
-            timeout: seconds that an engine may take for one bucket.
-
-        Returns:
-            Bytes sent to each engine.
+            transport: "shm", "ipc", "nccl" or "gloo".
+            place: where the first rank meets the engines' workers, for the last two.
         """
+        self._transport = transport
+        self._group = None
+        if place is not None and self._rank == 0:
+            self._group = WeightGroup(place, 0, self._backend.device)
+
+    def _sender(self) -> Sender:
+        if self._transport == "ipc":
+            return IpcSender()
+        return SharedMemorySender() if self._group is None else BroadcastSender(self._group)
+
+    def send_weights(self, engines: dict[str, Any], dtype: torch.dtype, version: int, timeout: float) -> int:
+        """Hands the whole model to the engines; see ``sending.send_weights``. All ranks gather."""
         parameters = self._backend.named_full_parameters()
-        if self._rank:
-            for _ in parameters:
-                pass
-            return 0
-        manifest: dict[str, int] = {}
-        nbytes = 0
-        with Exchange() as exchange:
-            _on_all(engines, "begin_update", timeout=timeout)
-            for index, tensors in enumerate(buckets(parameters, dtype)):
-                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-                bucket = write_bucket(exchange.folder(size), index, tensors)
-                _on_all(engines, "load_bucket", bucket.path, bucket.checksums, timeout=timeout)
-                Path(bucket.path).unlink()
-                manifest.update(bucket.checksums)
-                nbytes += bucket.nbytes
-            _on_all(engines, "end_update", manifest, version, timeout=timeout)
-        return nbytes
+        leads = self._rank == 0
+        return send_weights(parameters, self._sender(), engines, dtype, version, leads=leads, timeout=timeout)
+
+    def offload(self) -> None:
+        """Moves weights and optimizer off the accelerator until ``reload``."""
+        self._backend.offload()
+
+    def reload(self) -> None:
+        """Undoes ``offload``."""
+        self._backend.reload()
+
+    def release(self) -> None:
+        """Gives unused memory of the accelerator back to others."""
+        if self._backend.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def save_hf(self, folder: str, ema: bool = False) -> None:
         """Writes a folder that transformers loads; with ``ema`` of the moving average."""
@@ -210,16 +227,6 @@ class TrainWorker:
     def close(self) -> None:
         """Leaves the process group together with the other ranks."""
         self._backend.close()
-
-
-def _on_all(engines: dict[str, Any], method: str, *args: Any, timeout: float) -> None:
-    """Calls ``method`` on every engine at once and waits. Raises: RunError, naming the engine that failed."""
-    calls = {name: getattr(engine, method).remote(*args) for name, engine in engines.items()}
-    for name, call in calls.items():
-        try:
-            ray.get(call, timeout=timeout)
-        except RayError as error:
-            raise RunError(f"{name} did not take the weights: {describe(error)}") from error
 
 
 Dealt = tuple[list[list[PackedBatch]], list[list[list[int]]]]
@@ -263,11 +270,14 @@ class WorkerGroup:
         results = self.supervisor.get_all(refs, what=f"the end of {method}", timeout=timeout)
         return [results[name] for name in self.names]
 
+    def call_first(self, method: str, *args: Any, timeout: float) -> Any:
+        """Calls ``method`` on the first rank alone and waits; otherwise as ``call``."""
+        ref = getattr(self.workers[0], method).remote(*args)
+        return self.supervisor.get(ref, name=self.names[0], what=f"the end of {method}", timeout=timeout)
+
     def setup(self, spec: ModelSpec, timeout: float) -> list[dict[str, Any]]:
         """Loads the model on all ranks."""
-        master = self.supervisor.get(
-            self.workers[0].address.remote(), name=self.names[0], what="an address to meet at", timeout=timeout
-        )
+        master = self.call_first("address", timeout=timeout)
         return self.call("setup", spec, master, timeout=timeout)
 
     def logprobs(self, batch: PackedBatch, dealt: Dealt, temperature: float, timeout: float) -> torch.Tensor:

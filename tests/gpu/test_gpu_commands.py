@@ -91,7 +91,8 @@ def test_sft_trains_on_one_gpu(inputs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
-def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sleeps", [True, False], ids=["in turns", "side by side"])
+def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path, sleeps: bool) -> None:
     flags = {
         "actor.model_name_or_path": inputs / "model",
         "reward.remote_url": inputs / "reward.py",
@@ -118,6 +119,8 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
         "ckpt.path": tmp_path / "states",
     }
     switches = ["--data.apply_chat_template", "--train.colocate_all", "--algo.kl.use_loss", "--vllm.enforce_eager"]
+    if sleeps:
+        switches += ["--vllm.enable_sleep", "--ds.enable_sleep"]
     run("train_ppo_ray", flags, *switches)
     lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert len(lines) == 2

@@ -158,7 +158,7 @@ class Room:
         async def steps() -> None:
             await self.engine.begin_update()
             for bucket in update.buckets:
-                await self.engine.load_bucket(bucket.path, bucket.checksums)
+                await self.engine.load_bucket(bucket.payload, bucket.checksums)
             await self.engine.end_update(update.manifest, version)
 
         try:

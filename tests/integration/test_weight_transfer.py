@@ -12,7 +12,7 @@ import torch
 
 from openrlhf.data.packed_batch import pack_rows
 from openrlhf.models.forward import score_tokens
-from openrlhf.rollout.transfer import TransferError
+from openrlhf.rollout.integrity import TransferError
 from tests.integration.engine_room import FAULTS, MAX_LENGTH, PROMPT, Room, Update, never_sent, rewrite, swapped
 
 EXACT, FAR = 1e-5, 0.05
@@ -219,7 +219,7 @@ def test_an_update_that_the_sender_left_half_done_does_not_stand_in_the_way_of_t
     async def give_up() -> None:
         await room.engine.begin_update()
         for bucket in update.buckets[:buckets_sent]:
-            await room.engine.load_bucket(bucket.path, bucket.checksums)
+            await room.engine.load_bucket(bucket.payload, bucket.checksums)
 
     room.run(give_up())
     with pytest.raises(TransferError, match="must not be sampled from"):

@@ -236,7 +236,7 @@ def test_engine_arguments_that_the_run_relies_on_are_refused(name):
 
 
 def test_unknown_sync_backend_is_refused():
-    assert "--vllm.sync_backend must be one of nccl" in refusal(rl, "--vllm.sync_backend", "mpi")
+    assert "--vllm.sync_backend must be one of auto, nccl" in refusal(rl, "--vllm.sync_backend", "mpi")
 
 
 # Data

@@ -256,19 +256,11 @@ def test_gpu_flags_are_named_once_on_the_cpu_and_not_refused():
 
 
 @pytest.mark.parametrize("extra", [["--vllm.enable_sleep"], ["--ds.enable_sleep"], ["--vllm.sync_backend", "ipc"]])
-def test_what_gpus_cannot_do_yet_is_refused_there(extra, monkeypatch):
+def test_gpus_take_turns_and_any_way_of_the_weights(extra, monkeypatch):
     install(monkeypatch, vllm="0.25.1")
-    config = built("train_ppo_ray", RL, "--train.colocate_all", *extra)
+    config = built("train_ppo_ray", RL, "--train.colocate_all", "--vllm.gpu_memory_utilization", "0.5", *extra)
     check(config)
-    with pytest.raises(ConfigError, match=f"{extra[0]} .*not built yet"):
-        check_device(config, "cuda")
-
-
-def test_weights_go_through_shared_memory_on_gpus_too(monkeypatch):
-    install(monkeypatch, vllm="0.25.1")
-    check_device(built("train_ppo_ray", RL), "cuda")
-    assert device_notes(built("train_ppo_ray", RL, "--vllm.gpu_memory_utilization", "0.5"), "cuda") == []
-    check_device(built("train_ppo_ray", RL, "--vllm.sync_backend", "shm"), "cuda")
+    check_device(config, "cuda")
 
 
 def test_repeatable_samples_on_gpus_ask_for_the_batch_invariant_engine(monkeypatch):

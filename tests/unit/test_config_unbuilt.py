@@ -50,7 +50,7 @@ def test_flag_of_a_missing_feature_is_refused_by_name(command, name, plain):
 
 def test_every_flag_of_the_tables_exists():
     names = {name for tree in COMMANDS.values() for name in flags_of(tree)}
-    tables = (unbuilt.FLAGS, unbuilt.RL_FLAGS, unbuilt.GPU_FLAGS, unbuilt.OFF)
+    tables = (unbuilt.FLAGS, unbuilt.RL_FLAGS)
     assert {name for table in tables for name in table} <= names
 
 

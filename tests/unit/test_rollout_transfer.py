@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrlhf.rollout import transfer
-from openrlhf.rollout.transfer import Exchange, Receipt, TransferError, buckets, checksum, write_bucket
+from openrlhf.rollout.integrity import Receipt, TransferError, checksum
+from openrlhf.rollout.transfer import Exchange, buckets, write_bucket
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -132,7 +133,7 @@ def test_what_is_read_from_a_bucket_has_the_checksums_of_what_was_written(tmp_pa
     assert bucket.checksums == {name: checksum(tensor) for name, tensor in read.items()}
     assert bucket.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     assert Path(bucket.path).parent == tmp_path and "3" in Path(bucket.path).name
-    Receipt().accept(read, bucket.checksums)
+    Receipt().accept(_sums(read), bucket.checksums)
 
 
 def test_a_transposed_weight_is_written_as_it_is_read(tmp_path: Path) -> None:
@@ -233,47 +234,47 @@ def test_a_whole_update_is_accepted_in_any_number_of_buckets(sent: dict[str, tor
         receipt = Receipt()
         for group in groups:
             part = {name: sent[name] for name in group}
-            receipt.accept(part, _sums(part))
+            receipt.accept(_sums(part), _sums(part))
         receipt.complete(_sums(sent))
 
 
 def test_a_bucket_without_an_announced_tensor_is_refused(sent: dict[str, torch.Tensor]) -> None:
     with pytest.raises(TransferError, match=r"missing \['k'\], not announced none"):
-        Receipt().accept(_without(sent, "k"), _sums(sent))
+        Receipt().accept(_sums(_without(sent, "k")), _sums(sent))
 
 
 def test_a_bucket_with_an_unannounced_tensor_is_refused(sent: dict[str, torch.Tensor]) -> None:
     with pytest.raises(TransferError, match=r"missing none, not announced \['k'\]"):
-        Receipt().accept(sent, _sums(_without(sent, "k")))
+        Receipt().accept(_sums(sent), _sums(_without(sent, "k")))
 
 
 @pytest.mark.parametrize("value", ["same", "other"])
 def test_a_tensor_that_comes_twice_is_refused(sent: dict[str, torch.Tensor], value: str) -> None:
     receipt = Receipt()
-    receipt.accept(sent, _sums(sent))
+    receipt.accept(_sums(sent), _sums(sent))
     again = {"k": sent["k"] if value == "same" else sent["k"] + 1}
 
     with pytest.raises(TransferError, match="k was received twice"):
-        receipt.accept(again, _sums(again))
+        receipt.accept(_sums(again), _sums(again))
 
 
 def test_a_stale_tensor_is_refused(sent: dict[str, torch.Tensor]) -> None:
     old = sent | {"v": sent["v"] - 1e-6}
 
     with pytest.raises(TransferError, match="weight v arrived with checksum .* stale or damaged"):
-        Receipt().accept(old, _sums(sent))
+        Receipt().accept(_sums(old), _sums(sent))
 
 
 def test_two_tensors_with_swapped_contents_are_refused(sent: dict[str, torch.Tensor]) -> None:
     swapped = sent | {"q": sent["k"], "k": sent["q"]}
 
     with pytest.raises(TransferError, match="weight q arrived"):
-        Receipt().accept(swapped, _sums(sent))
+        Receipt().accept(_sums(swapped), _sums(sent))
 
 
 def test_a_manifest_with_more_than_came_is_refused(sent: dict[str, torch.Tensor]) -> None:
     receipt = Receipt()
-    receipt.accept(_without(sent, "q"), _sums(_without(sent, "q")))
+    receipt.accept(_sums(_without(sent, "q")), _sums(_without(sent, "q")))
 
     with pytest.raises(TransferError, match=r"never received \['q'\], unknown to the trainer none, stale none"):
         receipt.complete(_sums(sent))
@@ -281,7 +282,7 @@ def test_a_manifest_with_more_than_came_is_refused(sent: dict[str, torch.Tensor]
 
 def test_a_manifest_with_less_than_came_is_refused(sent: dict[str, torch.Tensor]) -> None:
     receipt = Receipt()
-    receipt.accept(sent, _sums(sent))
+    receipt.accept(_sums(sent), _sums(sent))
 
     with pytest.raises(TransferError, match=r"never received none, unknown to the trainer \['q'\], stale none"):
         receipt.complete(_sums(_without(sent, "q")))
@@ -289,7 +290,7 @@ def test_a_manifest_with_less_than_came_is_refused(sent: dict[str, torch.Tensor]
 
 def test_a_manifest_with_other_contents_is_refused(sent: dict[str, torch.Tensor]) -> None:
     receipt = Receipt()
-    receipt.accept(sent, _sums(sent))
+    receipt.accept(_sums(sent), _sums(sent))
 
     with pytest.raises(TransferError, match=r"stale \['k'\]"):
         receipt.complete(_sums(sent | {"k": sent["k"] + 1}))
@@ -297,7 +298,7 @@ def test_a_manifest_with_other_contents_is_refused(sent: dict[str, torch.Tensor]
 
 def test_the_manifest_of_an_empty_model_closes_nothing_that_received_something(sent: dict[str, torch.Tensor]) -> None:
     receipt = Receipt()
-    receipt.accept(sent, _sums(sent))
+    receipt.accept(_sums(sent), _sums(sent))
 
     with pytest.raises(TransferError, match="unknown to the trainer"):
         receipt.complete({})

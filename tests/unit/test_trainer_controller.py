@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from openrlhf.config import AlgoConfig, KLConfig
 from openrlhf.data.trajectory import Trajectory
@@ -16,6 +15,7 @@ from openrlhf.trainer.controller import LoopSettings, Position, RLController
 from openrlhf.trainer.experience import Budget, RewardShaping
 from openrlhf.trainer.sampling import Collected
 from openrlhf.trainer.scoring import RewardScorer
+from openrlhf.trainer.turns import DeviceTurns
 from openrlhf.utils.errors import RunError
 
 
@@ -39,6 +39,11 @@ def failed(group: int) -> Trajectory:
     return Trajectory(group, 0, "p", None, [], failure="the judge is down")
 
 
+def nobody_sleeps() -> DeviceTurns:
+    parts: Any = {"pool": None, "send": None, "trained": [], "others": []}
+    return DeviceTurns(**parts, engines_sleep=False, training_sleeps=False, timeout=1.0)
+
+
 def controller_of(
     *rollouts: Collected, kl: KLConfig | None = None, evaluator: Any = None
 ) -> tuple[RLController, io.StringIO]:
@@ -46,8 +51,8 @@ def controller_of(
     said = io.StringIO()
     scorer = RewardScorer([], None, combine="sum", budget=Budget(1, None), max_len=8, timeout=1.0)
     algo = AlgoConfig(kl=kl or KLConfig(), dynamic_filtering_enable=True)
-    loop = LoopSettings(algo, RewardShaping((-10.0, 10.0)), 1.0, Budget(1, None), torch.float32, 0, 1.0)
-    workers: Any = dict.fromkeys(("pool", "models", "updater")) | {"evaluator": evaluator}
+    loop = LoopSettings(algo, RewardShaping((-10.0, 10.0)), 1.0, Budget(1, None), 0, 1.0)
+    workers: Any = dict.fromkeys(("models", "updater")) | {"evaluator": evaluator, "turns": nobody_sleeps()}
     collector: Any = ScriptedCollector(*rollouts)
     return RLController(loop, collector=collector, scorer=scorer, console=Console(1, said), **workers), said
 

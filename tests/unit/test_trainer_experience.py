@@ -206,8 +206,8 @@ def test_with_a_coefficient_of_0_nothing_asks_for_a_reference_model(in_loss: boo
 
 
 def controller_of(kl: KLConfig) -> Any:
-    loop = LoopSettings(algo_of("rloo", kl=kl), PLAIN, 1.0, Budget(1, None), torch.float32, 0, 1.0)
-    parts = dict.fromkeys(("collector", "pool", "models", "scorer", "updater", "evaluator", "console"))
+    loop = LoopSettings(algo_of("rloo", kl=kl), PLAIN, 1.0, Budget(1, None), 0, 1.0)
+    parts = dict.fromkeys(("collector", "turns", "models", "scorer", "updater", "evaluator", "console"))
     return RLController(loop, **parts)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-import torch
 
 from openrlhf.config import PPOConfig, resolve, to_flags_yaml
 from openrlhf.trainer import rl_specs
@@ -72,7 +71,6 @@ TABLE: list[tuple[tuple[str, ...], str, Any, Any]] = [
     (("--train.dynamic_batch_enable",), "loop.budget.micro_batch_size", None, 1),
     (("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "99"), "loop.budget.max_tokens", 99, None),
     (("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "77"), "loop.budget.max_tokens", 77, None),
-    (("--ds.param_dtype", "fp32"), "loop.engine_dtype", torch.float32, torch.bfloat16),
     ((), "loop.pad_token_id", PAD, PAD),
     (("--train.step_timeout", "60"), "loop.timeout", 60.0, 3600.0),
     (("--eval.steps", "4"), "loop.eval_steps", 4, -1),

@@ -1,0 +1,85 @@
+"""A trainer's side of a weight update: every bucket to every engine, and the manifest that closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from openrlhf.rollout.integrity import TransferError
+from openrlhf.rollout.transfer import buckets
+from openrlhf.rollout.transports import Sender
+from openrlhf.utils.errors import RunError
+from openrlhf.utils.supervise import describe
+
+
+def send_weights(
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    sender: Sender,
+    engines: dict[str, Any],
+    dtype: torch.dtype,
+    version: int,
+    *,
+    leads: bool,
+    timeout: float,
+) -> int:
+    """Hands a whole model to the engines, bucket by bucket; every rank of the trainer calls it.
+
+    Args:
+        parameters: HF names with whole tensors, gathered by all ranks together.
+        engines: handles of ``RolloutActor`` by name.
+        leads: this rank speaks to the engines: exactly one does.
+        timeout: seconds that an engine may take for one bucket.
+
+    Returns: bytes sent to each engine, 0 on the ranks that do not lead.
+
+    Raises:
+        RunError: an engine did not take the weights.
+        TransferError: the trainer offered a weight twice.
+    """
+    if not leads and not sender.every_rank:
+        for _ in parameters:
+            pass
+        return 0
+    manifest: dict[str, int] = {}
+    nbytes = 0
+    try:
+        if leads:
+            on_all(engines, "begin_update", timeout=timeout)
+        for tensors in buckets(parameters, dtype):
+            offer = sender.put(tensors)
+            if leads:
+                again = sorted(manifest.keys() & offer.checksums.keys())
+                if again:
+                    raise TransferError(f"the trainer offered {again[0]} twice in one update")
+                calls = _ask(engines, "load_bucket", offer.payload, offer.checksums)
+                sender.deliver()
+                _wait(calls, timeout)
+                manifest.update(offer.checksums)
+                nbytes += offer.nbytes
+            sender.release()
+        if leads:
+            on_all(engines, "end_update", manifest, version, timeout=timeout)
+    finally:
+        sender.close()
+    return nbytes
+
+
+def on_all(engines: dict[str, Any], method: str, *args: Any, timeout: float) -> None:
+    """Calls ``method`` on every engine at once and waits. Raises: RunError, naming the engine that failed."""
+    _wait(_ask(engines, method, *args), timeout)
+
+
+def _ask(engines: dict[str, Any], method: str, *args: Any) -> dict[str, Any]:
+    return {name: getattr(engine, method).remote(*args) for name, engine in engines.items()}
+
+
+def _wait(calls: dict[str, Any], timeout: float) -> None:
+    for name, call in calls.items():
+        try:
+            ray.get(call, timeout=timeout)
+        except RayError as error:
+            raise RunError(f"{name} did not take the weights: {describe(error)}") from error
