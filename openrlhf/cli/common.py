@@ -22,7 +22,7 @@ from openrlhf.config import (
 )
 from openrlhf.config.commands import Config, TrainingConfig
 from openrlhf.config.flags import flags_of
-from openrlhf.config.parse import given_flags, print_note
+from openrlhf.config.parse import print_note
 from openrlhf.data.errors import DataError
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.termination import EXIT_STATUS, Terminated, raise_on_sigterm, was_told_to_end
@@ -85,7 +85,7 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
     config = parse(command, argv)
     _hide_secrets(config)
     check(config)
-    found = notes(config, given_flags(command, argv))
+    found = notes(config)
     if isinstance(config, TrainingConfig):
         config, settled = settle_device(config)
         found += settled

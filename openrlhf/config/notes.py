@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -156,11 +156,8 @@ RL = (
 )
 
 
-def notes(config: Config, given: Collection[str] = ()) -> list[str]:
-    """Returns: one sentence for each group of flags without effect, and for each setting that deserves a look.
-
-    Args: ``given``: flags that the user has set, be it to their defaults.
-    """
+def notes(config: Config) -> list[str]:
+    """Returns: one sentence for each group of flags without effect, and for each setting that deserves a look."""
     if not isinstance(config, TrainingConfig):
         return []
     rl = isinstance(config, PPOConfig)
@@ -171,11 +168,6 @@ def notes(config: Config, given: Collection[str] = ()) -> list[str]:
             verb = "has" if len(changed) == 1 else "have"
             found.append(f"{', '.join(changed)} {verb} no effect {dependent.without}.")
     found += template_notes(config.data)
-    if rl and "vllm.sync_backend" in given and config.vllm.sync_backend != "shm":
-        found.append(
-            f"--vllm.sync_backend {config.vllm.sync_backend} becomes shared memory, on the CPU and, until it is built, "
-            "on GPUs too."
-        )
     return found + (batch_notes(config) if rl else [])
 
 

@@ -45,19 +45,6 @@ def parse(command: str, argv: Sequence[str], note: Callable[[str], None] = print
         finally:
             print(_unbuilt_line(command))
     flags = flags_of(tree)
-    return _tyro(command, _words(_settings(argv, flags, note), flags))
-
-
-def given_flags(command: str, argv: Sequence[str]) -> set[str]:
-    """Returns: the flags that the user has set, on the command line or in the file of ``--config``, to whatever value.
-
-    Raises: ConfigError as ``parse``.
-    """
-    return set(_settings(argv, flags_of(COMMANDS[command]), lambda text: None))
-
-
-def _settings(argv: Sequence[str], flags: Mapping[str, Flag], note: Callable[[str], None]) -> dict[str, Setting]:
-    """Returns: what the user has set, the words over the file."""
     given = from_words(argv, flags)
     files = [setting for setting in given if setting.name == "config"]
     if len(files) > 1:
@@ -67,7 +54,7 @@ def _settings(argv: Sequence[str], flags: Mapping[str, Flag], note: Callable[[st
         if setting.name != PROMPT_MAX_LEN and setting.written not in (setting.name, flags[setting.name].negative):
             name = flags[setting.name].negative if setting.words == ["False"] else setting.name
             note(f"{setting.origin} is read as --{name}.")
-    return _join_lengths(layers, note)
+    return _tyro(command, _words(_join_lengths(layers, note), flags))
 
 
 def _tyro(command: str, words: list[str]) -> Config:

@@ -16,8 +16,8 @@ class _Engines(Enum):
 class DeviceTurns:
     """Whose turn it is. Where nothing sleeps, every change of turns does nothing.
 
-    Engines sleep without keeping their weights, which are new after each update anyway. Weights are sent once the memory
-    for them has woken and before that of the cache does: cache and training state never stand side by side.
+    Engines sleep without keeping their weights, which are new after each update anyway. Weights are sent once the
+    memory for them has woken and before that of the cache does: cache and training state never stand side by side.
     """
 
     def __init__(

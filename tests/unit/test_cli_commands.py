@@ -289,18 +289,6 @@ def test_what_deserves_a_look_is_printed_before_the_run(files, capsys):
     ]
 
 
-@pytest.mark.parametrize("in_file", [False, True], ids=["by a flag", "in a file"])
-def test_that_weights_go_through_shared_memory_is_told_those_who_asked_for_another_way(files, capsys, in_file):
-    (files / "run.yaml").write_text("vllm: {sync_backend: nccl}\n")
-    flags = ["--config", "run.yaml"] if in_file else ["--vllm.sync_backend", "nccl"]
-    prepare("train_ppo_ray", words(RL, "--device", "cpu", *flags))
-    (note,) = capsys.readouterr().err.splitlines()
-    assert note.startswith("note: --vllm.sync_backend nccl becomes shared memory")
-    for others in ([], ["--vllm.sync_backend", "shm"]):
-        prepare("train_ppo_ray", words(RL, "--device", "cpu", *others))
-        assert capsys.readouterr().err == ""
-
-
 def test_console_command_lists_its_commands(capsys):
     main.main([])
     out = capsys.readouterr().out

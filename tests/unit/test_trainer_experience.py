@@ -190,6 +190,7 @@ def test_what_the_engine_sampled_with_is_a_metric_of_its_own_beside_the_change_o
 @pytest.mark.parametrize("in_loss", [False, True])
 def test_with_a_coefficient_of_0_nothing_asks_for_a_reference_model(in_loss: bool) -> None:
     flags = ["--algo.kl.init_coef", "0", *["--algo.kl.use_loss"] * in_loss, "--algo.advantage.estimator", "rloo"]
+    flags += ["--algo.loss_aggregation", "token_mean"]
     config = built("train_ppo_ray", {}, *flags, "--ref.num_gpus_per_node", "3", "--train.colocate_actor_ref")
     assert "ref" not in role_sizes(config) and colocated_roles(config) == [("actor",), ("engine",)]
     experience = prepared([sample(0, index, [[(1, 3)]], float(index)) for index in range(2)])
