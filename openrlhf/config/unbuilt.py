@@ -5,7 +5,7 @@ A feature that gets built takes its line out of these tables, and nothing else c
 
 from __future__ import annotations
 
-from openrlhf.config.commands import Config, PPOConfig, command_of
+from openrlhf.config.commands import Config, command_of
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 
@@ -42,16 +42,10 @@ FLAGS = {
     "vllm.sync_with_ray": "weight transfer through Ray's collectives",
 }
 
-# The same for RL alone, where the supervised commands already have the feature.
-RL_FLAGS = {
-    "vllm.tensor_parallel_size": "tensor parallel engines",
-}
-
 
 def unbuilt_flags(tree: type) -> list[str]:
     """Returns: the names of a command's flags whose feature does not exist yet, on whatever device."""
-    features = FLAGS | RL_FLAGS if issubclass(tree, PPOConfig) else FLAGS
-    return [name for name in flags_of(tree) if name in features]
+    return [name for name in flags_of(tree) if name in FLAGS]
 
 
 def check_unbuilt(config: Config) -> None:
@@ -61,7 +55,7 @@ def check_unbuilt(config: Config) -> None:
         raise ConfigError(
             f"The command {command} is not built yet: its flags are read, but {COMMANDS[command]} does not exist."
         )
-    _check_off(config, FLAGS | RL_FLAGS if isinstance(config, PPOConfig) else FLAGS)
+    _check_off(config, FLAGS)
 
 
 def _check_off(config: Config, features: dict[str, str]) -> None:

@@ -1,34 +1,18 @@
-"""Ray for one run: started here or joined, the environment of its workers, and the places that they get."""
+"""Ray for one run: started here or joined."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.config import PPOConfig, check_device, device_notes, known_device
 from openrlhf.config.parse import print_note
+from openrlhf.trainer.placement import role_sizes
 from openrlhf.trainer.ray_reaper import start_reaper
-from openrlhf.utils.errors import RunError
 from openrlhf.utils.termination import Terminated, raise_on_sigterm
-
-WORKER_ENV = {
-    "TOKENIZERS_PARALLELISM": "true",
-    "NCCL_DEBUG": "WARN",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_BATCH_INVARIANT": "0",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "PYTHONWARNINGS": "ignore",
-    "PYTHONUNBUFFERED": "1",
-}
-"""What workers get where the user has set nothing."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -40,13 +24,6 @@ _LOCAL_ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": _LOOPBACK,
 }
-
-_PLACEMENT_TIMEOUT_S = 120.0
-
-
-def worker_env(user_env: Mapping[str, str], defaults: Mapping[str, str] = WORKER_ENV) -> dict[str, str]:
-    """Returns: ``defaults``, each replaced by what the user has set."""
-    return {name: user_env.get(name, value) for name, value in defaults.items()}
 
 
 @contextlib.contextmanager
@@ -113,15 +90,6 @@ def _children_apart() -> Iterator[None]:
         active.clear()
 
 
-def _cpu_env() -> dict[str, str]:
-    # vLLM binds each engine's threads to cores of its own, and trainers could not use those in their turn.
-    return {
-        "DS_ACCELERATOR": "cpu",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
-    }
-
-
 def _object_store_bytes() -> int | None:
     """Ray's own choice is a third of the memory; a laptop's run needs far less, and shared memory may be small."""
     import shutil
@@ -147,91 +115,3 @@ def ray_session(config: PPOConfig) -> Iterator[str]:
             for note in device_notes(config, device):
                 print_note(note)
         yield device
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one worker runs.
-
-    Attributes:
-        group: Ray's placement group.
-        bundle: index in it.
-        share: part of the bundle's accelerator, or of its CPU, that the worker takes.
-        on_gpu: whether the bundle has a GPU.
-    """
-
-    group: PlacementGroup
-    bundle: int
-    share: float
-    on_gpu: bool
-
-    def options(self) -> dict[str, Any]:
-        """Returns: the options of the worker's actor."""
-        env = worker_env(os.environ) if self.on_gpu else worker_env(os.environ, WORKER_ENV | _cpu_env())
-        return {
-            "num_cpus": self.share,
-            "num_gpus": self.share if self.on_gpu else 0,
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": env},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self.group, placement_group_bundle_index=self.bundle
-            ),
-        }
-
-
-def role_sizes(config: PPOConfig) -> dict[str, int]:
-    """Returns: workers of every role that this run starts; no reference model where the KL coefficient is 0."""
-    sizes = {"actor": config.actor.world_size}
-    if config.algo.kl.enabled:
-        sizes["ref"] = config.ref.world_size
-    if config.has_critic:
-        sizes["critic"] = config.critic.world_size
-    sizes |= dict.fromkeys(reward_roles(config), config.reward.world_size)
-    sizes["engine"] = config.vllm.num_engines
-    return sizes
-
-
-def reward_roles(config: PPOConfig) -> list[str]:
-    """Returns: the roles of the reward models, in the order of their names."""
-    count = len(config.reward_models)
-    return ["reward"] if count == 1 else [f"reward {number}" for number in range(count)]
-
-
-def colocated_roles(config: PPOConfig) -> list[tuple[str, ...]]:
-    """Returns: the roles, those that share places together in one tuple."""
-    train, roles = config.train, list(role_sizes(config))
-    together: list[tuple[str, ...]] = []
-    if train.colocate_all:
-        together.append(tuple(role for role in roles if role != "engine" or not train.async_enable))
-    else:
-        if train.colocate_actor_ref:
-            together.append(tuple(role for role in roles if role in ("actor", "ref")))
-        if train.colocate_critic_reward:
-            together.append(tuple(role for role in roles if role == "critic" or role.startswith("reward")))
-    shared = [group for group in together if group]
-    return shared + [(role,) for role in roles if not any(role in group for group in shared)]
-
-
-def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
-    """Reserves a place for every worker.
-
-    Raises:
-        RunError: the cluster has too little; the message says what is asked for and what there is.
-    """
-    sizes = role_sizes(config)
-    places: dict[str, list[Place]] = {}
-    for roles in colocated_roles(config):
-        count = max(sizes[role] for role in roles)
-        group = placement_group([{"CPU": 1, "GPU": 1} if on_gpu else {"CPU": 1}] * count, strategy="PACK")
-        try:
-            ray.get(group.ready(), timeout=_PLACEMENT_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError as error:
-            unit = "GPUs" if on_gpu else "CPU places"
-            raise RunError(
-                f"{' + '.join(roles)} need {count} {unit}, the Ray cluster has {ray.available_resources()} free of "
-                f"{ray.cluster_resources()}: lower --vllm.num_engines or --<role>.num_gpus_per_node "
-                "(actor, ref, critic, reward), or share places with --train.colocate_all"
-            ) from error
-        for role in roles:
-            places[role] = [Place(group, index, 1.0 / len(roles), on_gpu) for index in range(sizes[role])]
-    return places

@@ -58,8 +58,8 @@ def rl_plan(config: PPOConfig) -> Plan:
 
 def add_scalar_models(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts]) -> None:
     """Adds critic and reward models, as far as there are any, to the plan and to ``facts`` by role."""
-    from openrlhf.trainer.cluster import reward_roles
     from openrlhf.trainer.launch import critic_source
+    from openrlhf.trainer.placement import reward_roles
 
     rows: Cells = []
     if config.has_critic:
@@ -143,7 +143,7 @@ def add_placement(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts], p
 
     Raises: ConfigError where there are too few GPUs.
     """
-    from openrlhf.trainer.cluster import colocated_roles, role_sizes
+    from openrlhf.trainer.placement import colocated_roles, role_sizes
 
     gpus, cpus, source = resources()
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and gpus) else "cpu"

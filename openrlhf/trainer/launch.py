@@ -15,8 +15,8 @@ from openrlhf.models.value_head import HeadSpec
 from openrlhf.rollout.actor import AgentSpec, RolloutActor
 from openrlhf.rollout.engine_spec import EngineSpec, cpu_cache_bytes
 from openrlhf.rollout.pool import RolloutPool
-from openrlhf.trainer.cluster import Place, reward_roles
 from openrlhf.trainer.controller import Models
+from openrlhf.trainer.placement import Place, reward_roles
 from openrlhf.trainer.schedule import frozen_steps, step_updates
 from openrlhf.trainer.scoring import RewardModel
 from openrlhf.trainer.workers import ModelSpec, WorkerGroup

@@ -15,10 +15,11 @@ from openrlhf.models.loading import DTYPES, load_tokenizer
 from openrlhf.rollout.pool import RolloutPool
 from openrlhf.tracking.progress import Console
 from openrlhf.trainer import rl_specs
-from openrlhf.trainer.cluster import place_roles, ray_session, role_sizes
+from openrlhf.trainer.cluster import ray_session
 from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.evaluation import Evaluator
 from openrlhf.trainer.launch import ModelLauncher, engines_sleep, start_engines
+from openrlhf.trainer.placement import place_roles, role_sizes
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.rl_states import sole_run
 from openrlhf.trainer.sampling import RolloutCollector

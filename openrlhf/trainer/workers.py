@@ -27,7 +27,7 @@ from openrlhf.rollout.transports import (
     WeightGroup,
     gpu_uuid,
 )
-from openrlhf.trainer.cluster import Place
+from openrlhf.trainer.placement import Place
 from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, StepShare, update_policy
 from openrlhf.trainer.value_update import ValueLossSpec, update_critic
 from openrlhf.utils.own_gpus import keep_own_gpus

@@ -23,7 +23,8 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.data.prompts import PromptRecord
 from openrlhf.rollout.actor import GroupRequest, Sampling
 from openrlhf.rollout.pool import RolloutPool
-from openrlhf.trainer.cluster import Place, ray_started
+from openrlhf.trainer.cluster import ray_started
+from openrlhf.trainer.placement import Place
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import Supervisor
 from tests.integration.ray_workers import ScriptedActor, Worker
@@ -339,7 +340,8 @@ def test_a_worker_has_what_the_user_has_set_and_the_defaults_elsewhere(
 
 JOB = """
 import json, ray
-from openrlhf.trainer.cluster import Place, ray_started
+from openrlhf.trainer.cluster import ray_started
+from openrlhf.trainer.placement import Place
 from tests.integration.ray_workers import Worker
 
 with ray_started(logical_cpus=1):

@@ -15,7 +15,6 @@ from openrlhf.config import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.config.algo import GROUP_ESTIMATORS, WHITENING_ESTIMATORS
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.trainer import rl_specs
-from openrlhf.trainer.cluster import colocated_roles, role_sizes
 from openrlhf.trainer.controller import LoopSettings, RLController, trainable
 from openrlhf.trainer.experience import (
     Budget,
@@ -25,6 +24,7 @@ from openrlhf.trainer.experience import (
     add_correction,
     build_experience,
 )
+from openrlhf.trainer.placement import colocated_roles, role_sizes
 from openrlhf.trainer.policy_update import PolicyLossSpec, policy_loss
 from openrlhf.trainer.rl_metrics import StepMetrics
 from tests.unit.config_args import built
