@@ -224,7 +224,7 @@ class DeepSpeedBackend:
         """
         self._set_mode()
         batch = batch.to(self.device)
-        return last_token_scores(score_values(self.model, batch, self.plan), batch.cu_seqlens)
+        return last_token_scores(score_values(self.model, batch, self.plan), batch.host.cu_seqlens)
 
     @property
     def config(self) -> Any:
