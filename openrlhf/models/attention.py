@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -104,6 +105,18 @@ def _by_groups(
     return torch.cat(out)[None]
 
 
+class RowLengths:
+    """Tokens of each row. An object that compiled layers hand on without a look inside: the entries of a list would
+    become constants of their graphs, which every micro-batch would make anew.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = tuple(lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._lengths)
+
+
 def _refuse_extras(name: str, extras: dict[str, Any]) -> None:
     for extra in ("softcap", "s_aux", "position_bias"):
         if extras.get(extra) is not None:
@@ -121,7 +134,7 @@ def segment_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    segment_lengths: list[int] | None = None,
+    segment_lengths: Iterable[int] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row of a packed batch.
@@ -139,10 +152,10 @@ def segment_attention(
     states = (query, key, value)
     if attention_mask is not None and attention_mask.numel():
         out = _sdpa(*states, attention_mask, **options).transpose(1, 2)
-    elif segment_lengths is None or len(segment_lengths) == 1:
+    elif len(lengths := tuple(segment_lengths or ())) <= 1:
         out = _causal(*states, sliding_window, **options).transpose(1, 2)
     else:
-        out = _by_groups(states, tuple(segment_lengths), sliding_window, **options)
+        out = _by_groups(states, lengths, sliding_window, **options)
     return out.contiguous(), None
 
 
@@ -301,4 +314,7 @@ def packing_arguments(implementation: str, cu_seqlens: torch.Tensor, lengths: li
     # A mask of four dimensions is handed on as it is. With none, transformers reads the borders of rows off the
     # positions, for which the host waits for the GPU, to make a mask that is not needed.
     no_mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=cu_seqlens.device)
-    return {"attention_mask": no_mask, **(bounds if implementation == VARLEN else {"segment_lengths": lengths})}
+    return {
+        "attention_mask": no_mask,
+        **(bounds if implementation == VARLEN else {"segment_lengths": RowLengths(lengths)}),
+    }
