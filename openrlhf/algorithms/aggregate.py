@@ -23,16 +23,22 @@ def mask_out(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def row_of_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Returns: int64 [T], the row that each token stands in; ``cu_seqlens`` is [N + 1]."""
+def row_of_token(cu_seqlens: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
+    """Returns: int64 [T], the row that each token stands in.
+
+    Args:
+        cu_seqlens: [N + 1].
+        tokens: T where it is known, so that an accelerator need not be waited for to count it.
+    """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    return torch.repeat_interleave(torch.arange(lengths.numel(), device=cu_seqlens.device), lengths)
+    rows = torch.arange(lengths.numel(), device=cu_seqlens.device)
+    return torch.repeat_interleave(rows, lengths, output_size=tokens)
 
 
 def sum_by_row(values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Returns: [N], the sum of ``values`` [T] over each row."""
     sums = torch.zeros(cu_seqlens.numel() - 1, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, row_of_token(cu_seqlens), values)
+    return sums.index_add(0, row_of_token(cu_seqlens, values.numel()), values)
 
 
 def count_tokens(mask: torch.Tensor) -> torch.Tensor:
@@ -107,7 +113,7 @@ def aggregate(
         return masked.sum()
     if mode == "seq_mean":
         tokens = sum_by_row(mask.long(), cu_seqlens) if row_tokens is None else row_tokens
-        masked = masked / tokens.clamp(min=1).to(masked.dtype)[row_of_token(cu_seqlens)]
+        masked = masked / tokens.clamp(min=1).to(masked.dtype)[row_of_token(cu_seqlens, masked.numel())]
     total = masked.sum() / denominator
     return total / constant if mode == "constant" else total
 

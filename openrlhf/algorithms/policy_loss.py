@@ -209,7 +209,7 @@ def _log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, mask: torch.T
 def _row_mean(values: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """Returns: [T], at each token the mean of its row's trained tokens; ``values`` [T] are 0 outside the mask."""
     counts = sum_by_row(mask.to(values.dtype), cu_seqlens).clamp(min=1)
-    return (sum_by_row(values, cu_seqlens) / counts)[row_of_token(cu_seqlens)]
+    return (sum_by_row(values, cu_seqlens) / counts)[row_of_token(cu_seqlens, values.numel())]
 
 
 def _clipped_objective(

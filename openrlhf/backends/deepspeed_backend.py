@@ -22,6 +22,7 @@ from openrlhf.backends.residence import leave_accelerator, return_to
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.models.compiling import compile_layers
 from openrlhf.models.forward import last_token_scores, score_tokens, score_values, state_values, unwrap
 from openrlhf.models.loading import DTYPES, load_causal_lm
 from openrlhf.models.probe import plan_forward
@@ -156,6 +157,8 @@ class DeepSpeedBackend:
             ema=ema,
             any_ranks=ds.use_universal_ckpt,
         )
+        if ds.torch_compile:
+            compile_layers(backend.module)
         if stage == 0:
             adamw.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
         return backend
@@ -194,7 +197,10 @@ class DeepSpeedBackend:
 
             model, *_ = deepspeed.initialize(model=model, config=config)
         model.eval()
-        return cls(model, device=where, packing_samples=ds.packing_samples, stage=ds.zero_stage, trainable=False)
+        backend = cls(model, device=where, packing_samples=ds.packing_samples, stage=ds.zero_stage, trainable=False)
+        if ds.torch_compile:
+            compile_layers(backend.module)
+        return backend
 
     def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Scores one micro-batch; keeps a gradient where gradients are enabled.
@@ -232,7 +238,7 @@ class DeepSpeedBackend:
         """
         self._set_mode()
         batch = batch.to(self.device)
-        return last_token_scores(score_values(self.model, batch, self.plan), batch.cu_seqlens)
+        return last_token_scores(score_values(self.model, batch, self.plan), batch.host.cu_seqlens)
 
     @property
     def config(self) -> Any:

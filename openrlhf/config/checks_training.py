@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from openrlhf.config.commands import PPOConfig, RMConfig, TrainingConfig
+from openrlhf.config.deepspeed import DeepSpeedConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 from openrlhf.config.model import PlacementConfig
@@ -86,8 +87,20 @@ def check_sharding(config: TrainingConfig) -> None:
         raise ConfigError("--ds.load_in_4bit freezes the base weights, so it needs adapters: set --ds.lora.rank.")
     if ds.ring_attn_size > 1 and not ds.packing_samples:
         raise ConfigError("--ds.ring_attn_size works on packed rows; leave out --ds.no_packing_samples.")
+    check_compile(ds)
     if ds.use_universal_ckpt and not config.ckpt.load_enable:
         raise ConfigError("--ds.use_universal_ckpt is about resuming; add --ckpt.load_enable.")
+
+
+def check_compile(ds: DeepSpeedConfig) -> None:
+    """Raises ConfigError where compiled layers do not go with how the model is sharded or compiled otherwise."""
+    if ds.torch_compile and ds.deepcompile:
+        raise ConfigError("--ds.torch_compile and --ds.deepcompile both compile the model; leave one of them out.")
+    if ds.torch_compile and ds.zero_stage == 3:
+        raise ConfigError(
+            "--ds.torch_compile does not go with --ds.zero_stage 3, which gathers weights inside of each layer; take "
+            "stage 2, or leave the flag out."
+        )
 
 
 def check_checkpoints(config: TrainingConfig) -> None:

@@ -35,7 +35,8 @@ class LoadingConfig(PrecisionConfig):
     """What decides how a model is loaded and run."""
 
     attn_implementation: str = "auto"
-    """Attention kernel: auto (the best that is installed and runs on the device), eager, sdpa, flash_attention_2."""
+    """Attention kernel: auto (the best that is installed and runs on the device), eager, sdpa, torch_varlen (PyTorch's
+    flash kernel over packed rows), flash_attention_2, flash_attention_3."""
     experts_implementation: Experts | None = None
     """Kernel for the experts of a mixture-of-experts model; unset leaves the choice to transformers."""
     load_in_4bit: bool = False
@@ -62,6 +63,8 @@ class DeepSpeedConfig(LoadingConfig):
     """Overlap gradient reduction with the backward pass."""
     deepcompile: bool = False
     """Compile the model with DeepSpeed's graph passes."""
+    torch_compile: bool = False
+    """Compile the decoder layers with torch.compile; takes a minute at the first step."""
     tensor_parallel_size: int = 1
     """Ranks that share each weight matrix in training."""
     ring_attn_size: int = 1

@@ -8,8 +8,10 @@ from openrlhf.config.errors import ConfigError
 
 # Kernel -> the module that holds it. Newest first: the order in which "auto" looks for them on GPUs.
 FLASH_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
-SEGMENT = "segment_sdpa"
-KERNELS = ("auto", "eager", "sdpa", "flex_attention", SEGMENT, *FLASH_PACKAGES)
+# PyTorch's own kernels over packed rows: SDPA on groups of rows, and its flash kernel for rows of any length.
+SEGMENT, VARLEN = "segment_sdpa", "torch_varlen"
+OURS = (SEGMENT, VARLEN)
+KERNELS = ("auto", "eager", "sdpa", "flex_attention", *OURS, *FLASH_PACKAGES)
 
 FLAG = "--ds.attn_implementation"
 
@@ -21,7 +23,7 @@ def is_from_hub(kernel: str) -> bool:
 
 def is_flash(kernel: str) -> bool:
     """Returns: whether a kernel is flash attention, which knows 16-bit numbers alone; the hub's are told by name."""
-    return kernel in FLASH_PACKAGES or (is_from_hub(kernel) and "flash" in kernel.rpartition("/")[2])
+    return kernel in (VARLEN, *FLASH_PACKAGES) or (is_from_hub(kernel) and "flash" in kernel.rpartition("/")[2])
 
 
 def check_installed(kernel: str) -> None:
@@ -46,7 +48,7 @@ def check_runs(kernel: str, *, device: str, half: bool) -> None:
         device: "cuda" or "cpu".
         half: weights have 16 bits.
     """
-    if device == "cpu" and (kernel in FLASH_PACKAGES or is_from_hub(kernel)):
+    if device == "cpu" and (kernel in (VARLEN, *FLASH_PACKAGES) or is_from_hub(kernel)):
         raise ConfigError(f"{FLAG} {kernel} needs a GPU, and the device is the CPU; take auto.")
     if is_flash(kernel) and not half:
         raise ConfigError(

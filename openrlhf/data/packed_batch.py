@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns: the tensor on ``device``; neither side waits for the other when it goes from the host to a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        # From ordinary memory the copy would wait for the work that is queued on the GPU.
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @dataclass
@@ -34,6 +43,7 @@ class PackedBatch:
     pad_rows: int = 0
     position_ids: torch.Tensor | None = None
     model_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    _host: PackedBatch | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         total = self.tokens.numel()
@@ -66,18 +76,26 @@ class PackedBatch:
         """Returns: int64 [T], the row that each token stands in."""
         return torch.repeat_interleave(torch.arange(self.num_rows, device=self.tokens.device), self.lengths)
 
+    @property
+    def host(self) -> PackedBatch:
+        """This batch in host memory: where sizes and places are read, since reading them off a GPU waits for it."""
+        if self.tokens.device.type == "cpu":
+            return self
+        if self._host is None:
+            self._host = self.to("cpu")
+        return self._host
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """Returns: the same batch with every tensor on ``device``."""
-        return PackedBatch(
-            tokens=self.tokens.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            action_mask=self.action_mask.to(device),
-            token_fields={k: v.to(device) for k, v in self.token_fields.items()},
-            row_fields={k: v.to(device) for k, v in self.row_fields.items()},
-            pad_rows=self.pad_rows,
-            position_ids=self.position_ids.to(device),
-            model_inputs={k: v.to(device) for k, v in self.model_inputs.items()},
-        )
+        device = torch.device(device)
+        there = copy.copy(self)  # Not a new one: its checks would wait for the device, and have passed already.
+        for name in ("tokens", "cu_seqlens", "action_mask", "position_ids"):
+            setattr(there, name, moved(getattr(self, name), device))
+        for name in ("token_fields", "row_fields", "model_inputs"):
+            setattr(there, name, {key: moved(tensor, device) for key, tensor in getattr(self, name).items()})
+        on_host = self if self.tokens.device.type == "cpu" else self._host
+        there._host = None if device.type == "cpu" else on_host
+        return there
 
 
 def pack_rows(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.data.packed_batch import PackedBatch, moved
 from openrlhf.models.attention import packing_arguments
 from openrlhf.models.logprobs import ScoreRequest, logprobs_from_logits, scoring_head
 from openrlhf.models.scores import TokenScores
@@ -35,35 +35,42 @@ def unwrap(model: Any) -> Any:
     return model.module if hasattr(model, "module") else model
 
 
+def _model_inputs(module: Any, batch: PackedBatch, packed: bool) -> tuple[dict[str, Any], torch.Tensor]:
+    """Returns: what the model is called with, on the batch's device, and int64 [T] in host memory: where each token
+    stands in the flattened input.
+    """
+    inputs, flat = _packed_inputs(module, batch) if packed else _padded_inputs(batch)
+    return {**inputs, **batch.model_inputs}, flat
+
+
 def _packed_inputs(module: Any, batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor]:
     positions = batch.position_ids
     inputs = {
         "input_ids": batch.tokens[None],
         "position_ids": positions[None] if positions.dim() == 1 else positions[:, None],
-        **packing_arguments(module.config._attn_implementation, batch.cu_seqlens),
+        **packing_arguments(module.config._attn_implementation, batch.cu_seqlens, batch.host.lengths.tolist()),
     }
-    return inputs, torch.arange(batch.tokens.numel(), device=batch.tokens.device)
+    return inputs, torch.arange(batch.tokens.numel())
 
 
 def _padded_inputs(batch: PackedBatch) -> tuple[dict[str, Any], torch.Tensor]:
     """Pads on the right: there neither attention nor a recurrent state of an earlier token can see the padding, and
     positions count real tokens only.
     """
-    lengths, device = batch.lengths, batch.tokens.device
-    rows, longest = batch.num_rows, int(lengths.max())
-    places = torch.arange(batch.tokens.numel(), device=device)
-    row = batch.row_of_token()
-    flat = row * longest + places - batch.cu_seqlens.long()[row]
-    mask = torch.zeros(rows * longest, dtype=torch.long, device=device).index_fill(0, flat, 1).view(rows, longest)
-    ids = torch.zeros(rows * longest, dtype=torch.long, device=device).index_copy(0, flat, batch.tokens)
-    positions = torch.zeros(*batch.position_ids.shape[:-1], rows * longest, dtype=torch.long, device=device)
-    positions[..., flat] = batch.position_ids
+    host, device = batch.host, batch.tokens.device
+    rows, longest = host.num_rows, int(host.lengths.max())
+    row = host.row_of_token()
+    flat = row * longest + torch.arange(host.tokens.numel()) - host.cu_seqlens.long()[row]
+    mask = torch.zeros(rows * longest, dtype=torch.long).index_fill(0, flat, 1).view(rows, longest)
+    ids = torch.zeros(rows * longest, dtype=torch.long).index_copy(0, flat, host.tokens)
+    positions = torch.zeros(*host.position_ids.shape[:-1], rows * longest, dtype=torch.long)
+    positions[..., flat] = host.position_ids
     inputs = {
         "input_ids": ids.view(rows, longest),
         "attention_mask": mask,
         "position_ids": positions.unflatten(-1, (rows, longest)),
     }
-    return inputs, flat
+    return {name: moved(tensor, device) for name, tensor in inputs.items()}, flat
 
 
 def _accepted(module: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -92,21 +99,22 @@ def score_tokens(
 
     Returns: log-probs (and entropies) of all T tokens, 0 where nothing is trained, with a gradient path even then.
     """
-    module = unwrap(model)
-    inputs, flat = _packed_inputs(module, batch) if plan.packed else _padded_inputs(batch)
-    trained = batch.action_mask.nonzero().flatten()
+    module, host, device = unwrap(model), batch.host, batch.tokens.device
+    inputs, flat = _model_inputs(module, batch, plan.packed)
+    trained = host.action_mask.nonzero().flatten()
     # With nothing trained, one token is scored all the same and then left out: every rank has to run every layer.
-    scored = trained if trained.numel() else torch.zeros(1, dtype=torch.long, device=batch.tokens.device)
+    scored = trained if trained.numel() else torch.zeros(1, dtype=torch.long)
     request = ScoreRequest(
-        positions=flat[(scored - 1).clamp(min=0)],
-        targets=batch.tokens[scored],
+        positions=moved(flat[(scored - 1).clamp(min=0)], device),
+        targets=moved(host.tokens[scored], device),
         temperature=temperature,
         entropy=entropy,
     )
-    logprobs, entropies = _run(model, module, {**inputs, **batch.model_inputs}, request, plan.in_head)
+    logprobs, entropies = _run(model, module, inputs, request, plan.in_head)
+    places = moved(scored, device)
     return TokenScores(
-        logprobs=_spread(logprobs, scored, batch.action_mask),
-        entropy=None if entropies is None else _spread(entropies, scored, batch.action_mask),
+        logprobs=_spread(logprobs, places, batch.action_mask),
+        entropy=None if entropies is None else _spread(entropies, places, batch.action_mask),
     )
 
 
@@ -132,10 +140,10 @@ def _head_outputs(model: Any, batch: PackedBatch, plan: ForwardPlan, *, hidden: 
     head = value_head(module)
     if head is None:
         raise TypeError(f"{type(module).__name__} was loaded without a scalar head")
-    inputs, flat = _packed_inputs(module, batch) if plan.packed else _padded_inputs(batch)
+    inputs, flat = _model_inputs(module, batch, plan.packed)
     with head.answering(hidden=hidden):
-        out = model(**_accepted(module.base_model, {**inputs, **batch.model_inputs, "use_cache": False}))
-    return out.flatten(0, 1)[flat].to(torch.promote_types(out.dtype, torch.float32))
+        out = model(**_accepted(module.base_model, {**inputs, "use_cache": False}))
+    return out.flatten(0, 1).index_select(0, moved(flat, out.device)).to(torch.promote_types(out.dtype, torch.float32))
 
 
 def state_values(raw: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -147,10 +155,10 @@ def state_values(raw: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
     Returns: [T], 0 at the first token of each row, before which nothing stands.
     """
-    first = torch.zeros(raw.shape, dtype=torch.bool, device=raw.device)
-    starts = cu_seqlens[:-1].long()
-    first[starts[starts < raw.numel()]] = True
-    return torch.where(first, 0.0, raw.roll(1))
+    # One place more than tokens: a last row without any token starts there.
+    first = torch.zeros(raw.numel() + 1, dtype=torch.bool, device=raw.device)
+    first.index_fill_(0, cu_seqlens[:-1].long(), True)
+    return torch.where(first[:-1], 0.0, raw.roll(1))
 
 
 def last_token_scores(raw: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -158,13 +166,14 @@ def last_token_scores(raw: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tens
 
     Args:
         raw: [T], the head's outputs.
-        cu_seqlens: int [N + 1]; every row has a token at least.
+        cu_seqlens: int [N + 1], in host memory, where it is checked without waiting for a GPU; every row has a token
+            at least.
 
     Returns: [N].
     """
     if bool((cu_seqlens.diff() <= 0).any()):
         raise ValueError("a row without any token has no score")
-    return raw[cu_seqlens[1:].long() - 1]
+    return raw.index_select(0, moved(cu_seqlens[1:].long() - 1, raw.device))
 
 
 def _run(

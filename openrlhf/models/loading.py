@@ -187,6 +187,11 @@ def _without_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
+def _draws(model: nn.Module) -> bool:
+    """Whether some layer has dropout left."""
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
+
+
 def load_causal_lm(
     path: str | Path,
     *,
@@ -240,7 +245,10 @@ def load_causal_lm(
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     _without_dropout(model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": gradient_checkpointing_reentrant})
+        # Nothing is drawn where dropout is off; the state of the generators would be saved and put back in each layer.
+        model.gradient_checkpointing_enable(
+            {"use_reentrant": gradient_checkpointing_reentrant, "preserve_rng_state": _draws(model)}
+        )
         if gradient_checkpointing_reentrant:
             # The reentrant kind gives no gradient at all where none of its inputs has one.
             model.enable_input_require_grads()

@@ -13,75 +13,90 @@ from typing import Any
 import torch
 from torch import nn
 
-# Logits of one chunk, in float32 elements: 256 MB, and two or three such tensors at a time in the backward.
-CHUNK_ELEMENTS = 1 << 26
+# Logits that one matrix product makes, in the weight's dtype. Much fewer, and the backward would spend its time on
+# adding up the gradient of the weight, chunk after chunk.
+CHUNK_BYTES = 1 << 29
+# Of those, what is turned into float32 at a time: 256 MB.
+WIDE_ELEMENTS = 1 << 26
 
 
-def _chunks(rows: int, vocab: int, chunk_elements: int) -> Iterator[slice]:
-    size = max(1, chunk_elements // vocab)
+def _chunks(rows: int, vocab: int, elements: int) -> Iterator[slice]:
+    size = max(1, elements // vocab)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """At least float32: bf16 rounds a log-prob by more than one update moves it."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The logits of the distribution that is sampled: at least float32 before anything is subtracted (bf16 rounds a
-    log-prob by more than one update moves it), divided before the softmax (dividing log-probs gives no distribution).
+    """The logits of the distribution that is sampled, divided before the softmax (dividing log-probs gives no
+    distribution) and after the change to float32. At temperature 1 as they are: a softmax that is asked for float32
+    reads bf16 without a copy.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if temperature == 1.0 else logits / temperature
+    return logits if temperature == 1.0 else logits.to(_wide(logits.dtype)) / temperature
 
 
-def _reduce(logits: torch.Tensor, targets: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, ...]:
-    """logits [n, V], targets [n] -> log normaliser [n], log-probs [n], entropies [n] or an empty tensor."""
-    normaliser = logits.logsumexp(dim=-1)
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - normaliser
-    if not entropy:
-        return normaliser, logprobs, logits.new_empty(0)
-    log_softmax = logits - normaliser[:, None]
+def _reduce(logits: torch.Tensor, targets: torch.Tensor, request: ScoreRequest) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V], targets [n] -> log-probs [n], entropies [n] or an empty tensor; differentiable."""
+    log_softmax = _scaled(logits, request.temperature).log_softmax(dim=-1, dtype=_wide(logits.dtype))
+    logprobs = log_softmax.gather(-1, targets[:, None]).squeeze(-1)
+    if not request.entropy:
+        return logprobs, logprobs.new_empty(0)
+    if not log_softmax.requires_grad:
+        return logprobs, torch.special.entr(log_softmax.exp_()).sum(-1)
     probabilities = log_softmax.exp()
     # A banned token has probability 0 and log-prob -inf; it adds nothing to the entropy.
-    return normaliser, logprobs, -torch.where(probabilities > 0, probabilities * log_softmax, 0.0).sum(-1)
+    return logprobs, -torch.where(probabilities > 0, probabilities * log_softmax, 0.0).sum(-1)
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Keeps hidden states and one number per token; the backward computes each chunk's logits again."""
+    """Keeps hidden states alone; the backward computes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: ScoreRequest):
-        rows, vocab = hidden.shape[0], weight.shape[0]
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, request: ScoreRequest):
         parts = []
-        for chunk in _chunks(rows, vocab, options.chunk_elements):
-            logits = _scaled(nn.functional.linear(hidden[chunk], weight, bias), options.temperature)
-            parts.append(_reduce(logits, options.targets[chunk], options.entropy))
-        normaliser, logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, normaliser, entropy)
-        ctx.options = options
-        if not options.entropy:
+        for chunk in request.chunks(hidden, weight):
+            logits = nn.functional.linear(hidden[chunk], weight, bias)
+            targets = request.targets[chunk]
+            for rows in _chunks(*logits.shape, request.wide_elements):
+                parts.append(_reduce(logits[rows], targets[rows], request))
+        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, entropy)
+        ctx.request = request
+        if not request.entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor):
-        hidden, weight, bias, normaliser, entropy = ctx.saved_tensors
-        options: ScoreRequest = ctx.options
+        hidden, weight, bias, entropy = ctx.saved_tensors
+        request: ScoreRequest = ctx.request
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        # Summed over chunks in float32: added up in bf16, every chunk would round what came before it.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and need_bias else None
-        for chunk in _chunks(hidden.shape[0], weight.shape[0], options.chunk_elements):
-            logits = _scaled(nn.functional.linear(hidden[chunk], weight, bias), options.temperature)
-            log_softmax = (
-                logits.sub_(normaliser[chunk, None]) if logits.dtype == wide else logits - normaliser[chunk, None]
-            )
-            grad = _logit_gradient(log_softmax, options, chunk, grad_logprobs, grad_entropy, entropy)
-            grad = grad.to(weight.dtype)
+        grad_weight = grad_bias = None
+        for chunk in request.chunks(hidden, weight):
+            grad = nn.functional.linear(hidden[chunk], weight, bias)
+            targets = request.targets[chunk]
+            # Gradients of the scaled logits, and so of the logits once they are divided as these were.
+            upstream = grad_logprobs[chunk] / request.temperature
+            spread = (grad_entropy[chunk] / request.temperature, entropy[chunk]) if request.entropy else None
+            for rows in _chunks(*grad.shape, request.wide_elements):
+                _to_gradient(
+                    grad[rows],
+                    targets[rows],
+                    request.temperature,
+                    upstream[rows],
+                    None if spread is None else (spread[0][rows], spread[1][rows]),
+                )
             if grad_hidden is not None:
-                grad_hidden[chunk] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[chunk]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                torch.mm(grad, weight, out=grad_hidden[chunk])
+            if need_weight:
+                grad_weight = _with_product(grad_weight, grad, hidden[chunk], last=chunk.stop == hidden.shape[0])
+            if bias is not None and need_bias:
+                part = grad.sum(0, dtype=_wide(grad.dtype))
+                grad_bias = part if grad_bias is None else grad_bias.add_(part)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -90,23 +105,51 @@ class _HeadLogprobs(torch.autograd.Function):
         )
 
 
-def _logit_gradient(
-    log_softmax: torch.Tensor,
-    options: ScoreRequest,
-    chunk: slice,
-    grad_logprobs: torch.Tensor,
-    grad_entropy: torch.Tensor,
-    entropy: torch.Tensor,
-) -> torch.Tensor:
-    """d(log p_target) / dz_j = [j = target] - p_j, and d(entropy) / dz_j = -p_j (log p_j + entropy), z = logits / T."""
-    probabilities = log_softmax.exp()
-    upstream = grad_logprobs[chunk]
-    grad = probabilities * -upstream[:, None]
-    if options.entropy:
-        inner = torch.where(probabilities > 0, probabilities * (log_softmax + entropy[chunk, None]), 0.0)
-        grad -= inner * grad_entropy[chunk, None]
-    grad.scatter_add_(-1, options.targets[chunk, None], upstream[:, None])
-    return grad if options.temperature == 1.0 else grad / options.temperature
+def _to_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    upstream: torch.Tensor,
+    spread: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Turns logits [n, V] into their gradient, in place: d(log p_target) / dz_j = [j = target] - p_j, and
+    d(entropy) / dz_j = -p_j (log p_j + entropy), with z = logits / temperature.
+
+    Args:
+        upstream: [n], the gradient of the log-probs over the temperature.
+        spread: [n] twice, the gradient of the entropies over the temperature, and the entropies; None without them.
+    """
+    targets = targets[:, None]
+    grad = _scaled(logits, temperature).softmax(dim=-1, dtype=_wide(logits.dtype))
+    scale = -upstream[:, None]
+    if spread is None:
+        at_target = grad.gather(-1, targets) * scale - scale
+        torch.mul(grad, scale, out=logits)
+    else:
+        weight, entropy = (part[:, None] for part in spread)
+        # -p log p is 0 for a banned token, of probability 0 and log-prob -inf.
+        grad = torch.special.entr(grad).mul_(weight).addcmul_(grad, scale - weight * entropy)
+        at_target = grad.gather(-1, targets) - scale
+        logits.copy_(grad)
+    logits.scatter_(-1, targets, at_target.to(logits.dtype))
+
+
+def _with_product(total: torch.Tensor | None, grad: torch.Tensor, hidden: torch.Tensor, *, last: bool) -> torch.Tensor:
+    """total [V, H] + grad [n, V]^T hidden [n, H]; added up in float32, since in bf16 every chunk would round what came
+    before it. A single chunk adds nothing up.
+    """
+    wide = _wide(grad.dtype)
+    if total is None and (last or grad.dtype == wide):
+        return grad.t() @ hidden
+    if grad.dtype == wide:
+        return total.addmm_(grad.t(), hidden)
+    if grad.device.type == "cuda":
+        # The product itself comes out in float32, without a pass of its own over [V, H].
+        if total is None:
+            return torch.mm(grad.t(), hidden, out_dtype=wide)
+        return torch.addmm(total, grad.t(), hidden, out_dtype=wide, out=total)
+    product = grad.t() @ hidden
+    return product.to(wide) if total is None else total.add_(product)
 
 
 @dataclass(frozen=True)
@@ -118,14 +161,21 @@ class ScoreRequest:
         targets: int64 [K], those next tokens.
         temperature: the logits are divided by it.
         entropy: entropies as well.
-        chunk_elements: upper bound of a chunk's logits, in elements.
+        chunk_elements: upper bound of the logits that exist at a time, in elements; None for what ``CHUNK_BYTES`` hold.
+        wide_elements: the same for those that are float32.
     """
 
     positions: torch.Tensor
     targets: torch.Tensor
     temperature: float = 1.0
     entropy: bool = False
-    chunk_elements: int = CHUNK_ELEMENTS
+    chunk_elements: int | None = None
+    wide_elements: int = WIDE_ELEMENTS
+
+    def chunks(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+        """Yields: rows of ``hidden`` [K, H] whose logits are made together by ``weight`` [V, H]."""
+        elements = self.chunk_elements or CHUNK_BYTES // weight.element_size()
+        return _chunks(hidden.shape[0], weight.shape[0], elements)
 
 
 def logprobs_from_hidden(
@@ -142,9 +192,8 @@ def logprobs_from_hidden(
 def logprobs_from_logits(logits: torch.Tensor, request: ScoreRequest) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same from logits [K, V] that exist already, for models that change them after the head."""
     parts = []
-    for chunk in _chunks(logits.shape[0], logits.shape[1], request.chunk_elements):
-        scaled = _scaled(logits[chunk], request.temperature)
-        parts.append(_reduce(scaled, request.targets[chunk], request.entropy)[1:])
+    for chunk in _chunks(*logits.shape, request.wide_elements):
+        parts.append(_reduce(logits[chunk], request.targets[chunk], request))
     logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
     return logprobs, (entropy if request.entropy else None)
 
@@ -163,7 +212,7 @@ class ScoringHead:
         """hidden [..., H] -> logits [..., V], or [1, K, 1 or 2] (log-prob, entropy) while a request stands."""
         if self.request is None:
             return self.plain_forward(hidden)
-        chosen = hidden.reshape(-1, hidden.shape[-1])[self.request.positions]
+        chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, self.request.positions)
         logprobs, entropy = logprobs_from_hidden(chosen, self.head.weight, self.head.bias, self.request)
         answer = torch.stack([logprobs] if entropy is None else [logprobs, entropy], dim=-1)[None]
         return answer if self.probe is None else answer * 0 + self.probe.to(answer)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.config.errors import ConfigError
-from openrlhf.config.kernels import SEGMENT
+from openrlhf.config.kernels import OURS
 from openrlhf.data.packed_batch import PackedBatch, pack_rows
 from openrlhf.models.forward import ForwardPlan, score_hidden, score_tokens, score_values, unwrap
 from openrlhf.models.logprobs import ScoreRequest, scoring_head
@@ -110,9 +110,9 @@ def _head_answers_arrive(model: Any, device: torch.device) -> bool:
 
 @contextmanager
 def _own_attention(module: Any) -> Iterator[None]:
-    """Our kernel is causal whatever the model is, so an encoder shows what it is under its own attention alone."""
+    """Our kernels are causal whatever the model is, so an encoder shows what it is under its own attention alone."""
     chosen = module.config._attn_implementation
-    if chosen != SEGMENT:
+    if chosen not in OURS:
         yield
         return
     module.set_attn_implementation("eager")

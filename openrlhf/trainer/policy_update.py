@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -160,13 +160,22 @@ def run_update(
     Args:
         part: a micro-batch's part of the loss, and its sums for the metrics.
     """
-    loss = 0.0
+    loss = torch.zeros((), dtype=torch.float64, device=backend.device)
     totals = MetricSums({}, 0.0)
     for micro_batch in micro_batches:
         value, sums = part(micro_batch.to(backend.device))
         backend.backward(value)
-        loss += float(value.detach())
+        # Added up where they stand: reading one would make the host wait for the accelerator in every micro-batch.
+        loss += value.detach()
         totals = totals + sums
     result = backend.step()
-    sums = {name: float(value) for name, value in totals.sums.items()}
-    return RankResult(result, loss, sums, float(totals.count), backend.movement_warning())
+    numbers = read_together({"loss": loss, "count": totals.count, **{f"sum/{k}": v for k, v in totals.sums.items()}})
+    sums = {name: numbers[f"sum/{name}"] for name in totals.sums}
+    return RankResult(result, numbers["loss"], sums, numbers["count"], backend.movement_warning())
+
+
+def read_together(values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
+    """Returns: scalars as numbers, through a single transfer from the accelerator."""
+    tensors = {name: value.detach().double() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    read = dict(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True)) if tensors else {}
+    return {name: read[name] if name in read else float(value) for name, value in values.items()}

@@ -67,3 +67,27 @@ def test_bf16_training_takes_the_steps_of_a_plain_loop_with_float32_masters(mode
         assert found["norms"] == pytest.approx(expected["norms"], rel=3e-2), f"stage {stage}"
         # A weight that bf16 rounds the other way is off by one step, not by three.
         assert _furthest(found, expected) <= 2 * LR, f"stage {stage}"
+
+
+def _train_compiled(folder: Path) -> dict[str, Any]:
+    from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+    from openrlhf.backends.distributed import init_distributed
+
+    init_distributed("cuda", timeout_s=120)
+    backend = DeepSpeedBackend.for_training(
+        folder,
+        ds=DeepSpeedConfig(zero_stage=2, param_dtype="bf16", torch_compile=True),
+        optimizer=OPTIMIZER,
+        gradient_checkpointing=True,
+        total_steps=STEPS,
+        device="cuda",
+    )
+    return train_backend(backend)
+
+
+def test_compiled_layers_take_the_steps_of_a_plain_loop(model: Path) -> None:
+    expected = on_gpu(train_plainly, model, torch.bfloat16)
+    found = on_gpu(_train_compiled, model)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=3e-2)
+    assert _furthest(found, expected) <= 2 * LR

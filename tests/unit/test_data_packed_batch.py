@@ -73,3 +73,24 @@ def test_a_batch_whose_parts_do_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 3, not 0 to 2"):
         PackedBatch(torch.tensor([1, 2]), torch.tensor([0, 3]), torch.zeros(2, dtype=torch.bool))
     assert empty_batch(3, ["advantages"]).token_fields["advantages"].tolist() == [0.0, 0.0]
+
+
+def test_a_batch_that_was_moved_is_read_in_host_memory() -> None:
+    batch = pack_rows(
+        [[1, 2, 3], [4, 5]],
+        masks([0, 1, 1], [0, 1]),
+        token_fields={"old_logprobs": [torch.zeros(3), torch.ones(2)]},
+        row_fields={"trajectory": torch.tensor([7, 8])},
+    )
+    assert batch.host is batch
+    # A device that nothing can be read from, so that a look at it raises.
+    there = batch.to("meta")
+    for tensor in (there.tokens, there.cu_seqlens, there.action_mask, there.position_ids):
+        assert tensor.device.type == "meta"
+    assert there.token_fields["old_logprobs"].device.type == there.row_fields["trajectory"].device.type == "meta"
+    assert there.host is batch and there.to("meta").host is batch
+    assert there.host.lengths.tolist() == [3, 2]
+    copy = batch.to("cpu")
+    assert copy is not batch and copy.host is copy
+    copy.token_fields["more"] = torch.zeros(5)
+    assert "more" not in batch.token_fields

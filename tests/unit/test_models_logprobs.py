@@ -29,28 +29,61 @@ def _request(targets: torch.Tensor, **options: object) -> ScoreRequest:
     return ScoreRequest(positions=torch.arange(targets.numel()), targets=targets, **options)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+# Rows whose logits exist at a time, and of those the ones in float32.
+@pytest.mark.parametrize(("chunk_rows", "wide_rows"), [(1, 1), (4, 1), (4, 3), (5, 100), (100, 100), (100, 2)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("bias", [True, False])
-def test_values_and_gradients_are_those_of_a_plain_log_softmax(chunk_rows: int, temperature: float, bias: bool) -> None:
+def test_values_and_gradients_are_those_of_a_plain_log_softmax(
+    chunk_rows: int, wide_rows: int, temperature: float, bias: bool
+) -> None:
     hidden, weight, offset, targets = _inputs(bias=bias)
     leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
     coefficients = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
     expected = _plain(hidden, weight, offset, targets, temperature)
     wanted = torch.autograd.grad((expected[0] * coefficients + expected[1] * coefficients.flip(0)).sum(), leaves)
 
-    request = _request(targets, temperature=temperature, entropy=True, chunk_elements=chunk_rows * VOCAB)
+    sizes = {"chunk_elements": chunk_rows * VOCAB, "wide_elements": wide_rows * VOCAB}
+    request = _request(targets, temperature=temperature, entropy=True, **sizes)
     logprobs, entropy = logprobs_from_hidden(hidden, weight, offset, request)
     torch.testing.assert_close((logprobs, entropy), expected, rtol=1e-12, atol=1e-12)
     found = torch.autograd.grad((logprobs * coefficients + entropy * coefficients.flip(0)).sum(), leaves)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
-    without = logprobs_from_hidden(hidden, weight, offset, _request(targets, temperature=temperature))
+    without = logprobs_from_hidden(hidden, weight, offset, _request(targets, temperature=temperature, **sizes))
     assert without[1] is None
     torch.testing.assert_close(
         torch.autograd.grad((without[0] * coefficients).sum(), leaves),
         torch.autograd.grad((_plain(hidden, weight, offset, targets, temperature)[0] * coefficients).sum(), leaves),
     )
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_gradients_pass_a_numerical_check(entropy: bool) -> None:
+    hidden, weight, bias, targets = _inputs()
+    sizes = {"chunk_elements": 4 * VOCAB, "wide_elements": 3 * VOCAB}
+    request = _request(targets, temperature=0.7, entropy=entropy, **sizes)
+
+    def scored(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(part for part in logprobs_from_hidden(*leaves, request) if part is not None)
+
+    assert torch.autograd.gradcheck(scored, (hidden, weight, bias))
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
+    hidden, weight, bias, targets = _inputs()
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.no_grad():
+            logprobs, _ = logprobs_from_hidden(hidden, weight, bias, _request(targets))
+        assert not kept and logprobs.grad_fn is None
+        logprobs_from_hidden(hidden, weight, bias, _request(targets))
+        # Of the rows hidden states alone: no logits, no probabilities.
+        assert max(tensor.numel() for tensor in kept if tensor.shape[:1] == (ROWS,)) == ROWS * HIDDEN
 
 
 def test_a_frozen_head_and_frozen_hidden_states_get_no_gradient() -> None:
