@@ -62,6 +62,8 @@ class LoopSettings:
         budget: of one forward for log-probs and values.
         timeout: seconds that one phase may take.
         eval_steps: rollout steps between evaluations.
+        on_policy_samples: up to so many samples make one optimizer step whose own forward gives the old log-probs; 0
+            where they are needed before it.
     """
 
     algo: AlgoConfig
@@ -71,6 +73,7 @@ class LoopSettings:
     pad_token_id: int
     timeout: float
     eval_steps: int = -1
+    on_policy_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -216,10 +219,13 @@ class RLController:
     def _add_scores(self, experience: Experience) -> None:
         models, timeout = self._models, self._settings.timeout
         fields = experience.batch.token_fields
-        asked = [models.actor, models.ref, models.critic]
+        repeats = len(experience.trajectories) <= self._settings.on_policy_samples
+        asked = [None if repeats else models.actor, models.ref, models.critic]
+        old = None
         with self._console.phase("log-probs", total=sum(m is not None for m in asked), unit="models") as bar:
-            old = self._logprobs(models.actor, experience)
-            bar.update()
+            if not repeats:
+                old = self._logprobs(models.actor, experience)
+                bar.update()
             if models.ref is not None:
                 fields["ref_logprobs"] = self._logprobs(models.ref, experience)
                 bar.update()
@@ -227,7 +233,8 @@ class RLController:
                 dealt = self._dealt(models.critic, experience)
                 fields["old_values"] = models.critic.values(experience.batch, dealt, timeout)
                 bar.update()
-        fields["old_logprobs"] = old
+        if old is not None:
+            fields["old_logprobs"] = old
 
     def _dealt(self, group: WorkerGroup, experience: Experience) -> Dealt:
         rows = list(range(experience.batch.num_rows))

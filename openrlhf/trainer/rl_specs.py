@@ -82,7 +82,23 @@ def loop_settings(config: PPOConfig, pad_token_id: int) -> LoopSettings:
         pad_token_id=pad_token_id,
         timeout=config.train.step_timeout,
         eval_steps=config.eval.steps,
+        on_policy_samples=on_policy_samples(config),
     )
+
+
+def on_policy_samples(config: PPOConfig) -> int:
+    """Up to how many samples a rollout needs no pass for the old log-probs, as ``LoopSettings`` has it.
+
+    With one optimizer step its own forward is that of the old policy, and nothing of the loss but the ratio reads them.
+    What is read before the update needs the pass: a KL in the reward, a coefficient that adapts to the KL, a KL to be
+    measured while the actor is frozen, and a rollout correction. Dropout of adapters makes two forwards differ.
+    """
+    algo, kl, lora = config.algo, config.algo.kl, config.ds.lora
+    kl_before = kl.enabled and (not kl.use_loss or kl.target is not None or frozen_steps(config) > 0)
+    dropout = lora.rank > 0 and lora.dropout > 0
+    if config.train.max_epochs > 1 or kl_before or algo.advantage.is_correction_enable or dropout:
+        return 0
+    return config.train.batch_size
 
 
 def update_settings(config: PPOConfig, pad_token_id: int) -> UpdateSettings:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from openrlhf.config import AlgoConfig, KLConfig
-from openrlhf.data.trajectory import Trajectory
+from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.tracking.progress import Console
-from openrlhf.trainer.controller import LoopSettings, Position, RLController
-from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.controller import LoopSettings, Models, Position, RLController
+from openrlhf.trainer.experience import Budget, RewardShaping, build_experience
 from openrlhf.trainer.sampling import Collected
 from openrlhf.trainer.scoring import RewardScorer
 from openrlhf.trainer.turns import DeviceTurns
@@ -122,3 +123,33 @@ def test_a_trained_run_passes_over_two_steps_in_a_row_without_a_sample_and_stops
         assert f"samples of step {step} can be trained on; no weight was moved; 1 of them: the judge" in said.getvalue()
     with pytest.raises(RunError, match="of step 3 can be trained on"):
         controller.run_step()
+
+
+class ScoringGroup:
+    """Counts what it is asked for, and what it is asked with."""
+
+    size = 1
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.asked: list[set[str]] = []
+
+    def logprobs(self, batch: Any, dealt: Any, temperature: float, timeout: float) -> torch.Tensor:
+        self.asked.append(set(batch.token_fields))
+        return torch.full((batch.tokens.numel(),), self.value)
+
+
+@pytest.mark.parametrize(("samples", "passes"), [(2, 0), (3, 1)])
+def test_the_policy_is_asked_for_old_log_probs_only_where_one_update_does_not_give_them(
+    samples: int, passes: int
+) -> None:
+    controller, _ = controller_of()
+    controller._settings = replace(controller._settings, on_policy_samples=2)
+    actor, ref = ScoringGroup(-1.0), ScoringGroup(-2.0)
+    controller._models = Models(actor, ref)  # type: ignore[arg-type]
+    rows = [Trajectory(0, n, "p", None, [Segment([1, 2, 3], [(1, 3)])], reward=1.0) for n in range(samples)]
+    experience = build_experience(rows)
+    controller._add_scores(experience)
+    assert len(actor.asked) == passes and len(ref.asked) == 1
+    fields = experience.batch.token_fields
+    assert ("old_logprobs" in fields) == bool(passes) and fields["ref_logprobs"].eq(-2.0).all()
