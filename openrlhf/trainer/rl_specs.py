@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from openrlhf.config import PPOConfig, to_flags_yaml
@@ -10,8 +11,10 @@ from openrlhf.rollout.actor import Sampling
 from openrlhf.trainer.controller import LoopSettings
 from openrlhf.trainer.evaluation import EvalSettings
 from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.instruments import TraceSettings
 from openrlhf.trainer.launch import critic_source
 from openrlhf.trainer.policy_update import PolicyLossSpec
+from openrlhf.trainer.profiling import FOLDER
 from openrlhf.trainer.rl_outputs import OutputSettings
 from openrlhf.trainer.sampling import SamplingSettings
 from openrlhf.trainer.schedule import frozen_steps
@@ -83,7 +86,15 @@ def loop_settings(config: PPOConfig, pad_token_id: int) -> LoopSettings:
         timeout=config.train.step_timeout,
         eval_steps=config.eval.steps,
         on_policy_samples=on_policy_samples(config),
+        epochs=config.train.max_epochs,
+        trace=trace_settings(config),
     )
+
+
+def trace_settings(config: PPOConfig) -> TraceSettings | None:
+    """Returns: which steps are traced, and where to; None for none."""
+    steps = config.logger.profiled
+    return None if steps is None else TraceSettings(steps, Path(config.ckpt.output_dir) / FOLDER)
 
 
 def on_policy_samples(config: PPOConfig) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +78,10 @@ TABLE: list[tuple[tuple[str, ...], str, Any, Any]] = [
     (("--train.step_timeout", "60"), "loop.timeout", 60.0, 3600.0),
     (("--eval.steps", "4"), "loop.eval_steps", 4, -1),
     ((*NO_KL, "--train.batch_size", "96"), "loop.on_policy_samples", 96, 0),
+    (("--train.max_epochs", "3"), "loop.epochs", 3, 1),
+    (("--logger.profile_steps", "3:5"), "loop.trace.steps", (3, 5), ...),
+    (("--logger.profile_steps", "4", "--ckpt.output_dir", "out"), "loop.trace.folder", Path("out/profile"), ...),
+    ((), "loop.trace", None, None),
     (("--train.max_epochs", "3"), "update.train.max_epochs", 3, 1),
     (("--actor.eps_clip", "0.1"), "update.policy_loss.clip_low", 0.1, 0.2),
     (("--critic.value_clip", "0.2"), "update.value_loss.clip", 0.2, 0.5),
