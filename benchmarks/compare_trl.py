@@ -1,8 +1,8 @@
 """A whole GRPO step on a CPU, here and in TRL: same model, prompts, sampling, batch, micro-batch and loss.
 
     python -m venv trl_venv && trl_venv/bin/pip install torch trl datasets
-    python benchmarks/compare_trl.py --trl_python trl_venv/bin/python --case toy
-    python benchmarks/compare_trl.py --trl_python trl_venv/bin/python --case smollm --model outputs/smollm2
+    python benchmarks/compare_trl.py --trl_python trl_venv/bin/python --model outputs/smollm2
+    python benchmarks/compare_trl.py --trl_python trl_venv/bin/python --cases toy --steps 4
 
 One after the other, so nothing else should run on the machine. Writes results.json and prints medians without the first
 steps, in which both sides warm up. TRL generates in its one process with transformers; here vLLM generates in another.
@@ -65,19 +65,24 @@ class Case:
 def main() -> None:
     """Runs both sides and prints the comparison."""
     args = _arguments()
-    folder = (args.output_dir / args.case).absolute()
+    for name in args.cases:
+        print(f"\n{name}\n\n{table(compare(name, args))}", flush=True)
+
+
+def compare(name: str, args: Any) -> dict[str, dict[str, float]]:
+    """Runs one case on both sides. Returns: what ``table`` shows."""
+    folder = (args.output_dir / name).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    model = args.model
-    if args.case == "toy":
-        model = make_toy(folder / "model")
+    toy = name == "toy"
+    model = make_toy(folder / "model") if toy else args.model
     case = Case(
         model=str(Path(model).absolute()),
         data=str(write_prompts(folder / "prompts.jsonl", 8 * args.steps)),
         prompts=8,
         samples=8,
-        new_tokens=64 if args.case == "toy" else 48,
+        new_tokens=64 if toy else 48,
         micro_batch=args.micro_batch,
-        dtype="float32" if args.case == "toy" else "bfloat16",
+        dtype="float32" if toy else "bfloat16",
         lr=1e-6,
         steps=args.steps,
         output_dir=str(folder / "trl"),
@@ -88,14 +93,14 @@ def main() -> None:
     rows["ratio"] = {name: rows["trl"][name] / rows["openrlhf"][name] for name in ("seconds", "tokens", "tokens_per_s")}
     result = {"case": asdict(case), "flags": args.flags, "versions": versions(args.trl_python), **rows, "steps": sides}
     (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(rows))
+    return rows
 
 
 def _arguments() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=["toy", "smollm"], default="toy")
+    parser.add_argument("--cases", nargs="+", choices=["toy", "smollm"], default=["toy", "smollm"])
     parser.add_argument("--trl_python", required=True, help="the Python that has trl")
-    parser.add_argument("--model", default="outputs/smollm2", help="folder of SmolLM2-135M-Instruct, for --case smollm")
+    parser.add_argument("--model", default="outputs/smollm2", help="folder of SmolLM2-135M-Instruct, for smollm")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/compare_trl"))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=2, help="first steps that are left out")
@@ -106,7 +111,7 @@ def _arguments() -> Any:
         parser.error(
             f"--warmup {args.warmup} leaves nothing of --steps {args.steps}: take a smaller one, or more steps"
         )
-    if args.case == "smollm" and not (Path(args.model) / "config.json").is_file():
+    if "smollm" in args.cases and not (Path(args.model) / "config.json").is_file():
         parser.error(f"--model {args.model} is no model folder: examples/reasoning_gym/make_model.py makes one")
     if 64 % args.micro_batch:
         parser.error(f"--micro_batch {args.micro_batch} does not divide the 64 samples of a step, as TRL needs")
@@ -149,9 +154,17 @@ def write_prompts(path: Path, count: int) -> Path:
 
 def run_here(case: Case, folder: Path, flags: list[str]) -> list[dict[str, float]]:
     """Runs train_ppo_ray. Returns: seconds and tokens of the responses of each step."""
+    _run([*command_here(case, folder), *flags], folder / "here.log")
+    lines = read_jsonl(folder / "here" / "metrics.jsonl")
+    samples = case.prompts * case.samples
+    return [{"seconds": line["time/step"], "tokens": line["rollout/response_length"] * samples} for line in lines]
+
+
+def command_here(case: Case, folder: Path) -> list[str]:
+    """Returns: the command of train_ppo_ray."""
     reward, samples = folder / "reward.py", case.prompts * case.samples
     reward.write_text(REWARD)
-    command = [
+    return [
         *(sys.executable, "-m", "openrlhf.cli.train_ppo_ray", "--device", "cpu"),
         *("--actor.model_name_or_path", case.model, "--actor.num_gpus_per_node", "1", "--actor.adam.lr", str(case.lr)),
         *("--actor.lr_scheduler", "constant", "--algo.advantage.estimator", "group_norm", "--algo.kl.init_coef", "0"),
@@ -163,9 +176,6 @@ def run_here(case: Case, folder: Path, flags: list[str]) -> list[dict[str, float
         *("--train.batch_size", str(samples), "--ds.param_dtype", {"float32": "fp32", "bfloat16": "bf16"}[case.dtype]),
         *("--ds.zero_stage", "0", "--ckpt.output_dir", str(folder / "here"), "--ckpt.path", str(folder / "states")),
     ]
-    _run([*command, *flags], folder / "here.log")
-    lines = read_jsonl(folder / "here" / "metrics.jsonl")
-    return [{"seconds": line["time/step"], "tokens": line["rollout/response_length"] * samples} for line in lines]
 
 
 def run_trl(case: Case, folder: Path, python: str) -> list[dict[str, float]]:

@@ -7,11 +7,15 @@ import gzip
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from openrlhf.trainer.device_meter import Usage
+from openrlhf.trainer.flops import ModelFlops
+from openrlhf.trainer.supervised_instruments import usage_metrics
 from tests.integration import rl_runs as runs
 from tests.integration import sft_worker as worker
 from tests.integration.backend_worker import run_ranks
@@ -47,6 +51,18 @@ def test_supervised_steps_are_traced_on_every_rank_and_come_out_as_without_a_tra
     assert f"steps 2 to 3 were traced: {tmp_path}/traced/out/profile has" in results[0]["said"]
     assert "profile_steps 50:50 traced nothing: the run ended after step 6" in results[0]["said"]
     assert "traced" not in results[1]["said"]
+
+
+def _gathered() -> dict[str, float]:
+    rank = torch.distributed.get_rank()
+    backend: Any = SimpleNamespace(world_size=torch.distributed.get_world_size(), rank=rank)
+    assert usage_metrics(backend, Usage(None, 1.0, None, None), [10]) == {}
+    return usage_metrics(backend, Usage(2.0 + rank, 1.0 + rank, ModelFlops(60.0, ()), 100.0), [4, 6])
+
+
+def test_the_fullest_rank_gives_a_supervised_step_its_memory_and_the_slowest_its_utilisation() -> None:
+    wanted = {"memory/peak_gib": 3.0, "throughput/mfu": pytest.approx(600 / (2 * 200))}
+    assert run_ranks(_gathered, 2) == [wanted, wanted]
 
 
 @pytest.mark.slow

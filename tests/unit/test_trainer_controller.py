@@ -13,7 +13,10 @@ from openrlhf.config import AlgoConfig, KLConfig
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.tracking.progress import Console
 from openrlhf.trainer.controller import LoopSettings, Models, Position, RLController
+from openrlhf.trainer.device_meter import Usage
 from openrlhf.trainer.experience import Budget, RewardShaping, build_experience
+from openrlhf.trainer.flops import ModelFlops
+from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.sampling import Collected
 from openrlhf.trainer.scoring import RewardScorer
 from openrlhf.trainer.turns import DeviceTurns
@@ -153,3 +156,26 @@ def test_the_policy_is_asked_for_old_log_probs_only_where_one_update_does_not_gi
     assert len(actor.asked) == passes and len(ref.asked) == 1
     fields = experience.batch.token_fields
     assert ("old_logprobs" in fields) == bool(passes) and fields["ref_logprobs"].eq(-2.0).all()
+
+
+class MeasuredGroup:
+    """Two ranks that say what they used."""
+
+    def __init__(self, role: str, device: str, *ranks: Usage) -> None:
+        self.role, self.device, self.ranks = role, device, ranks
+
+    def call(self, method: str, *, timeout: float) -> list[Usage]:
+        assert method == "usage" and self.device == "cuda", "nobody asks a CPU"
+        return list(self.ranks)
+
+
+def test_gpus_are_asked_for_their_memory_and_speed_after_a_step_and_cpus_are_not() -> None:
+    usage = (Usage(3.0, 2.0, ModelFlops(60.0, ()), 100.0), Usage(4.0, 1.0, ModelFlops(60.0, ()), 100.0))
+    groups: Any = MeasuredGroup("actor", "cuda", *usage), MeasuredGroup("ref", "cpu"), MeasuredGroup("critic", "cpu")
+    controller, _ = controller_of()
+    controller._settings = replace(controller._settings, epochs=2)
+    controller._models = Models(*groups)
+    metrics = StepMetrics()
+    rows = [Trajectory(0, n, "p", None, [Segment([1, 2, 3], [(1, 3)])], reward=1.0) for n in range(2)]
+    controller._measure(build_experience(rows), metrics)
+    assert metrics.values == {"memory/actor_gib": 4.0, "throughput/mfu": pytest.approx(2 * 60 * 6 / (2 * 200))}
