@@ -15,7 +15,9 @@ from tqdm import tqdm
 LOG_INTERVAL_S = 30.0
 
 PHASES = {
+    "wake": "wake",
     "rollout": "roll",
+    "sleep": "slp",
     "reward": "rew",
     "logprobs": "logp",
     "advantages": "adv",
@@ -60,8 +62,8 @@ COLUMNS = (
     Column("mem", "memory/peak_gib", "3.0f", "GiB"),
 )
 NOT_IN_RL = {"actor/lr"}
-# Advantages take next to no time, and an evaluation has a line of its own.
-NOT_IN_LINE = {"advantages", "evaluation"}
+# Advantages and the change of turns take next to no time, and an evaluation has a line of its own.
+NOT_IN_LINE = {"advantages", "wake", "sleep", "evaluation"}
 
 
 class Bar:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf.config import AlgoConfig, KLConfig
 from openrlhf.data.trajectory import Segment, Trajectory

@@ -80,7 +80,7 @@ TABLE: list[tuple[tuple[str, ...], str, Any, Any]] = [
     ((*NO_KL, "--train.batch_size", "96"), "loop.on_policy_samples", 96, 0),
     (("--train.max_epochs", "3"), "loop.epochs", 3, 1),
     (("--logger.profile_steps", "3:5"), "loop.trace.steps", (3, 5), ...),
-    (("--logger.profile_steps", "4", "--ckpt.output_dir", "out"), "loop.trace.folder", Path("out/profile"), ...),
+    (("--logger.profile_steps", "4", "--ckpt.output_dir", "/out"), "loop.trace.folder", Path("/out/profile"), ...),
     ((), "loop.trace", None, None),
     (("--train.max_epochs", "3"), "update.train.max_epochs", 3, 1),
     (("--actor.eps_clip", "0.1"), "update.policy_loss.clip_low", 0.1, 0.2),
