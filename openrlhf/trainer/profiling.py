@@ -28,8 +28,8 @@ class StepTrace:
         Returns: None, or a sentence where they could not be written: that is no reason to end a run.
         """
         trace = folder / f"{name}.json.gz"
-        self._profile.stop()
         try:
+            self._profile.stop()
             folder.mkdir(parents=True, exist_ok=True)
             self._profile.export_chrome_trace(str(trace))
             (folder / f"{name}.txt").write_text(self._table() + "\n")
