@@ -38,6 +38,8 @@ def check_training(config: TrainingConfig) -> None:
         check_optimizer(optimizer, prefix)
     check_sharding(config)
     check_checkpoints(config)
+    # Raises where the steps cannot be read.
+    _ = config.logger.profiled
     if isinstance(config, RMConfig) and config.model.loss_type not in RM_LOSSES:
         raise ConfigError(f"--model.loss_type must be one of {', '.join(RM_LOSSES)}, found {config.model.loss_type!r}.")
 

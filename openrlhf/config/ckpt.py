@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import Secret
 
 
@@ -68,7 +70,23 @@ class LoggerConfig:
     """Steps between two lines of metrics."""
     tensorboard_dir: str | None = None
     """Folder of TensorBoard event files; unset writes none."""
+    profile_steps: str | None = None
+    """Steps to trace with torch.profiler: 4, or 3:5 for the third to the fifth; unset traces none."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    @property
+    def profiled(self) -> tuple[int, int] | None:
+        """First and last step of --logger.profile_steps, counted from 1. Raises: ConfigError."""
+        if self.profile_steps is None:
+            return None
+        found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", self.profile_steps)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(
+                "--logger.profile_steps takes a step, such as 4, or the first and the last one, such as 3:5, counted "
+                f"from 1; found {self.profile_steps!r}."
+            )
+        return first, last
 
 
 def logger_of(project: str) -> LoggerConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class Setting:
     origin: str
 
 
+_TEXT = "tag:yaml.org,2002:str"
 _PROMPT_MAX_LEN_FLAG = Flag(PROMPT_MAX_LEN, (), int, None, None, (), False)
 
 
@@ -145,6 +147,12 @@ def _strict_loader() -> type:
     import yaml
 
     class Loader(yaml.SafeLoader):
+        # YAML 1.1 reads 3:5 as a number to the base of 60, that is 185; since YAML 1.2 it is text.
+        yaml_implicit_resolvers = {
+            start: [(_TEXT, re.compile(r"\d+:\d+$"))] * start.isdigit() + resolvers
+            for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
         def construct_mapping(self, node, deep=False):
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             for i, key in enumerate(keys):

@@ -15,7 +15,9 @@ from tqdm import tqdm
 LOG_INTERVAL_S = 30.0
 
 PHASES = {
+    "wake": "wake",
     "rollout": "roll",
+    "sleep": "slp",
     "reward": "rew",
     "logprobs": "logp",
     "advantages": "adv",
@@ -34,11 +36,13 @@ class Column:
         label: what stands before the number.
         metric: its name in the metrics of the step.
         format: a format specification that gives every value of a usual size the same width.
+        unit: what stands behind the number.
     """
 
     label: str
     metric: str
     format: str
+    unit: str = ""
 
 
 COLUMNS = (
@@ -53,10 +57,13 @@ COLUMNS = (
     Column("lr", "actor/lr", "7.1e"),
     Column("gap", "sync/logprob_gap", "7.1e"),
     Column("tok/s", "throughput/tokens_per_s", "6.0f"),
+    Column("mfu", "throughput/mfu", "3.0%"),
+    Column("mem", "memory/actor_gib", "3.0f", "GiB"),
+    Column("mem", "memory/peak_gib", "3.0f", "GiB"),
 )
 NOT_IN_RL = {"actor/lr"}
-# Advantages take next to no time, and an evaluation has a line of its own.
-NOT_IN_LINE = {"advantages", "evaluation"}
+# Advantages and the change of turns take next to no time, and an evaluation has a line of its own.
+NOT_IN_LINE = {"advantages", "wake", "sleep", "evaluation"}
 
 
 class Bar:
@@ -161,7 +168,7 @@ def summary_line(step: int, total: int, metrics: Mapping[str, float], seconds_le
     for column in COLUMNS:
         if column.metric not in metrics or ("reward/mean" in metrics and column.metric in NOT_IN_RL):
             continue
-        number = f"{metrics[column.metric]:{column.format}}"
+        number = f"{metrics[column.metric]:{column.format}}{column.unit}"
         if column.label == "±":
             parts[-1] += f"±{number}"
         else:

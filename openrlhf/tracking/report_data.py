@@ -115,6 +115,22 @@ LAYOUTS = (
     Layout("Truncated responses", "share", (("truncated", "rollout/truncated"),)),
     Layout("Groups that the filter lets pass", "share", (("pass rate", "filter/pass_rate"),)),
     Layout("Throughput", "tokens per second", (("tokens/s", "throughput/tokens_per_s"),), smooth=True),
+    Layout(
+        "Model FLOPs utilisation",
+        "share of the peak",
+        (("utilisation", "throughput/mfu"), ("of the critic", "throughput/critic_mfu")),
+    ),
+    Layout(
+        "Peak memory",
+        "GiB",
+        (
+            ("training", "memory/peak_gib"),
+            ("actor", "memory/actor_gib"),
+            ("reference", "memory/ref_gib"),
+            ("critic", "memory/critic_gib"),
+            ("reward model", "memory/reward_gib"),
+        ),
+    ),
     Layout("Learning rate", "", (("learning rate", "actor/lr"), ("of the critic", "critic/lr"))),
 )
 

@@ -25,6 +25,7 @@ from openrlhf.trainer.experience import (
     build_experience,
     deal,
 )
+from openrlhf.trainer.instruments import StepTracer, TraceSettings, usage_metrics
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.sampling import Collected, RolloutCollector
 from openrlhf.trainer.scoring import RewardScorer
@@ -62,6 +63,10 @@ class LoopSettings:
         budget: of one forward for log-probs and values.
         timeout: seconds that one phase may take.
         eval_steps: rollout steps between evaluations.
+        on_policy_samples: up to so many samples make one optimizer step whose own forward gives the old log-probs; 0
+            where they are needed before it.
+        epochs: passes of the optimizer over the samples of a rollout.
+        trace: steps that the ranks that train are traced in.
     """
 
     algo: AlgoConfig
@@ -71,6 +76,9 @@ class LoopSettings:
     pad_token_id: int
     timeout: float
     eval_steps: int = -1
+    on_policy_samples: int = 0
+    epochs: int = 1
+    trace: TraceSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,16 @@ class Models:
     actor: WorkerGroup
     ref: WorkerGroup | None = None
     critic: WorkerGroup | None = None
+
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """All that are there."""
+        return [group for group in (self.actor, self.ref, self.critic) if group is not None]
+
+    @property
+    def training(self) -> list[WorkerGroup]:
+        """Those with an optimizer."""
+        return [group for group in (self.actor, self.critic) if group is not None]
 
 
 class RLController:
@@ -105,6 +123,7 @@ class RLController:
         self._updater = updater
         self._evaluator = evaluator
         self._console = console
+        self._tracer = StepTracer(settings.trace, settings.timeout, console)
         self.position = Position(kl_coef=settings.algo.kl.init_coef)
         self._evaluated_at: int | None = None
         # Steps in a row of which nothing could be trained on.
@@ -141,9 +160,12 @@ class RLController:
         with self._phase("rollout", metrics):
             collected = self._collector.collect()
         if collected is None or self._nothing_passed(collected):
+            self._tracer.close(self.position.step)
             return None
         with self._phase("sleep", metrics):
             self._turns.training()
+        if self._settings.trace is not None:
+            self._tracer.begin(self.position.step + 1, self._models.training)
         if self._scorer.has_models:
             with self._phase("reward", metrics):
                 self._scorer.add_rewards(collected.trajectories)
@@ -155,6 +177,7 @@ class RLController:
             with self._phase("evaluation", metrics):
                 metrics.values |= self.evaluate()
         metrics.finish(time.monotonic() - start)
+        self._tracer.end(self.position.step)
         return metrics
 
     def _learn(self, kept: list[Trajectory], probes: list[Trajectory], metrics: StepMetrics) -> None:
@@ -168,6 +191,7 @@ class RLController:
             self.position.updates += self._updater.run(experience, self.position.step, self.position.kl_coef, metrics)
         with self._phase("sync", metrics):
             metrics.values["sync/bytes"] = self.send_weights()
+        self._measure(experience, metrics)
         self._adapt_kl(metrics, len(experience.trajectories))
 
     def send_weights(self) -> int:
@@ -216,10 +240,13 @@ class RLController:
     def _add_scores(self, experience: Experience) -> None:
         models, timeout = self._models, self._settings.timeout
         fields = experience.batch.token_fields
-        asked = [models.actor, models.ref, models.critic]
+        repeats = len(experience.trajectories) <= self._settings.on_policy_samples
+        asked = [None if repeats else models.actor, models.ref, models.critic]
+        old = None
         with self._console.phase("log-probs", total=sum(m is not None for m in asked), unit="models") as bar:
-            old = self._logprobs(models.actor, experience)
-            bar.update()
+            if not repeats:
+                old = self._logprobs(models.actor, experience)
+                bar.update()
             if models.ref is not None:
                 fields["ref_logprobs"] = self._logprobs(models.ref, experience)
                 bar.update()
@@ -227,7 +254,8 @@ class RLController:
                 dealt = self._dealt(models.critic, experience)
                 fields["old_values"] = models.critic.values(experience.batch, dealt, timeout)
                 bar.update()
-        fields["old_logprobs"] = old
+        if old is not None:
+            fields["old_logprobs"] = old
 
     def _dealt(self, group: WorkerGroup, experience: Experience) -> Dealt:
         rows = list(range(experience.batch.num_rows))
@@ -251,6 +279,12 @@ class RLController:
         metrics.add_experience(experience, self._algo.kl.estimator, self._settings.shaping)
         if self._models.ref is not None:
             metrics.values["kl/coef"] = self.position.kl_coef
+
+    def _measure(self, experience: Experience, metrics: StepMetrics) -> None:
+        groups = [*self._models.groups, *self._scorer.groups]
+        # A CPU has neither a memory of its own nor a peak that is known.
+        usage = [(g.role, g.call("usage", timeout=self._settings.timeout)) for g in groups if g.device == "cuda"]
+        metrics.values |= usage_metrics(usage, experience.batch.lengths.tolist(), self._settings.epochs)
 
     def _adapt_kl(self, metrics: StepMetrics, samples: int) -> None:
         kl = self._algo.kl

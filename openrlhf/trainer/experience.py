@@ -127,8 +127,8 @@ def add_advantages(experience: Experience, algo: AlgoConfig, shaping: RewardShap
     """Fills the token fields ``advantages`` and ``returns`` from rewards, groups and, where they are there, KL and
     values.
 
-    The batch must have ``old_logprobs``, ``ref_logprobs`` where there is a reference model, and ``old_values`` where
-    there is a critic.
+    The batch must have ``ref_logprobs`` where there is a reference model, ``old_logprobs`` where its KL is in the
+    reward, and ``old_values`` where there is a critic.
     """
     batch = experience.batch
     kl = None

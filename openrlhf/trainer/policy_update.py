@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from openrlhf.algorithms.aggregate import Aggregation, aggregate, mask_out
-from openrlhf.algorithms.kl import KLEstimator, corrected_kl_loss, kl_loss
+from openrlhf.algorithms.kl import KLEstimator, corrected_kl_loss, estimate_kl, kl_loss
 from openrlhf.algorithms.metric_sums import MetricSums
 from openrlhf.algorithms.policy_loss import PolicyLossInputs
 from openrlhf.algorithms.policy_loss import policy_loss as token_losses
@@ -65,18 +65,22 @@ def policy_loss(
 
     Args:
         scores: of the policy being trained, with entropies where ``spec`` has a coefficient for them.
-        batch: with the token fields ``old_logprobs`` and ``advantages``, ``ref_logprobs`` where the KL is in the loss,
-            ``correction_weights`` under a rollout correction, and the row field ``trajectory_tokens``.
+        batch: with the token fields ``advantages``, ``ref_logprobs`` where the KL is in the loss,
+            ``correction_weights`` under a rollout correction, and the row field ``trajectory_tokens``. Without
+            ``old_logprobs`` this very forward is that of the old policy: the ratio is 1, and the KL to the reference is
+            measured here.
 
     Returns:
         The part, and sums over the trained tokens for the metrics.
     """
     mask, fields = batch.action_mask, batch.token_fields
+    on_policy = "old_logprobs" not in fields
+    old = scores.logprobs.detach() if on_policy else fields["old_logprobs"]
     losses, sums = token_losses(
         spec.name,
         PolicyLossInputs(
             logprobs=scores.logprobs,
-            old_logprobs=fields["old_logprobs"],
+            old_logprobs=old,
             advantages=fields["advantages"],
             mask=mask,
             cu_seqlens=batch.cu_seqlens,
@@ -90,9 +94,12 @@ def policy_loss(
     more: dict[str, torch.Tensor] = {}
     total = losses
     if spec.kl_estimator is not None:
-        kl = _kl(scores.logprobs, batch, spec)
+        kl = _kl(scores.logprobs, old, batch, spec)
         total = total + kl_coef * kl
         more["kl_loss"] = kl.detach().sum()
+        if on_policy:
+            measured = estimate_kl(old - fields["ref_logprobs"], spec.kl_estimator)
+            more["kl_reference"] = mask_out(measured, mask).double().sum()
     if spec.entropy_coef is not None:
         entropy = mask_out(scores.entropy, mask)
         total = total - spec.entropy_coef * entropy
@@ -102,11 +109,11 @@ def policy_loss(
     )
 
 
-def _kl(logprobs: torch.Tensor, batch: PackedBatch, spec: PolicyLossSpec) -> torch.Tensor:
-    fields, mask = batch.token_fields, batch.action_mask
+def _kl(logprobs: torch.Tensor, old: torch.Tensor, batch: PackedBatch, spec: PolicyLossSpec) -> torch.Tensor:
+    ref, mask = batch.token_fields["ref_logprobs"], batch.action_mask
     if spec.kl_corrected:
-        return corrected_kl_loss(logprobs, fields["old_logprobs"], fields["ref_logprobs"], mask, spec.kl_estimator)
-    return kl_loss(logprobs, fields["ref_logprobs"], mask, spec.kl_estimator)
+        return corrected_kl_loss(logprobs, old, ref, mask, spec.kl_estimator)
+    return kl_loss(logprobs, ref, mask, spec.kl_estimator)
 
 
 def aggregate_part(

@@ -102,11 +102,14 @@ class StepMetrics:
             self.values["sync/logprob_gap_max"] = gap.max().item()
 
     def add_experience(self, experience: Experience, estimator: KLEstimator, shaping: RewardShaping) -> None:
-        """Takes the KL to the reference over the tokens that are trained, not clamped, and what shaping did."""
+        """Takes the KL to the reference over the tokens that are trained, not clamped, and what shaping did.
+
+        Without ``old_logprobs`` it is the update that measures the KL.
+        """
         batch = experience.batch
         if shaping.stop_properly_coef is not None or shaping.overlong_buffer is not None:
             self.values["reward/shaped_mean"] = shaped_rewards(experience.trajectories, shaping).mean().item()
-        if "ref_logprobs" in batch.token_fields:
+        if {"old_logprobs", "ref_logprobs"} <= batch.token_fields.keys():
             fields = batch.token_fields
             kl = estimate_kl(fields["old_logprobs"] - fields["ref_logprobs"], estimator)
             self.values["kl/reference"] = kl[batch.action_mask].double().mean().item()
@@ -151,6 +154,8 @@ class StepMetrics:
             "policy/ratio_mean": means.get("ratio_mean", math.nan),
         }
         values |= {f"policy/{name}": means[name] for name in ("kl_loss", "entropy") if name in means}
+        if "kl_reference" in means:
+            values["kl/reference"] = means["kl_reference"]
         return values | self.actor.summary("actor")
 
     def _critic(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from openrlhf.config import PPOConfig, to_flags_yaml
@@ -10,8 +11,10 @@ from openrlhf.rollout.actor import Sampling
 from openrlhf.trainer.controller import LoopSettings
 from openrlhf.trainer.evaluation import EvalSettings
 from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.instruments import TraceSettings
 from openrlhf.trainer.launch import critic_source
 from openrlhf.trainer.policy_update import PolicyLossSpec
+from openrlhf.trainer.profiling import FOLDER
 from openrlhf.trainer.rl_outputs import OutputSettings
 from openrlhf.trainer.sampling import SamplingSettings
 from openrlhf.trainer.schedule import frozen_steps
@@ -82,7 +85,31 @@ def loop_settings(config: PPOConfig, pad_token_id: int) -> LoopSettings:
         pad_token_id=pad_token_id,
         timeout=config.train.step_timeout,
         eval_steps=config.eval.steps,
+        on_policy_samples=on_policy_samples(config),
+        epochs=config.train.max_epochs,
+        trace=trace_settings(config),
     )
+
+
+def trace_settings(config: PPOConfig) -> TraceSettings | None:
+    """Returns: which steps are traced, and where to; None for none."""
+    steps = config.logger.profiled
+    return None if steps is None else TraceSettings(steps, Path(config.ckpt.output_dir) / FOLDER)
+
+
+def on_policy_samples(config: PPOConfig) -> int:
+    """Up to how many samples a rollout needs no pass for the old log-probs, as ``LoopSettings`` has it.
+
+    With one optimizer step its own forward is that of the old policy, and nothing of the loss but the ratio reads them.
+    What is read before the update needs the pass: a KL in the reward, a coefficient that adapts to the KL, a KL to be
+    measured while the actor is frozen, and a rollout correction. Dropout of adapters makes two forwards differ.
+    """
+    algo, kl, lora = config.algo, config.algo.kl, config.ds.lora
+    kl_before = kl.enabled and (not kl.use_loss or kl.target is not None or frozen_steps(config) > 0)
+    dropout = lora.rank > 0 and lora.dropout > 0
+    if config.train.max_epochs > 1 or kl_before or algo.advantage.is_correction_enable or dropout:
+        return 0
+    return config.train.batch_size
 
 
 def update_settings(config: PPOConfig, pad_token_id: int) -> UpdateSettings:

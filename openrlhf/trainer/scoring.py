@@ -63,6 +63,11 @@ class RewardScorer:
         """Whether there is any model, and so anything that ``add_rewards`` might add."""
         return bool(self._models)
 
+    @property
+    def groups(self) -> list[WorkerGroup]:
+        """The ranks of each model."""
+        return [model.group for model in self._models]
+
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Gives every trajectory that was sampled, and that nobody has rewarded yet, its reward and score."""
         waiting = [t for t in trajectories if t.reward is None and t.failure is None and t.segments]

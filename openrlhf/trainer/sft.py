@@ -106,6 +106,7 @@ def train(
         max_epochs=config.train.max_epochs,
         eval_steps=config.eval.steps,
         save_steps=config.ckpt.save_steps,
+        profile=config.logger.profiled,
     )
     backend = _backend(config, device, total_steps=planned_steps(len(data), settings))
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)

@@ -14,6 +14,8 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.data.batching import plan_micro_batches, split_updates
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.sampler import StatefulSampler
+from openrlhf.trainer.device_meter import DeviceMeter
+from openrlhf.trainer.supervised_instruments import RankTracer, usage_metrics
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs
 
 
@@ -54,6 +56,7 @@ class LoopSettings:
         max_epochs: passes over the data.
         eval_steps: optimizer steps between evaluations, after the last one too; -1 never.
         save_steps: optimizer steps between checkpoints; -1 never.
+        profile: first and last step to trace; None traces none.
     """
 
     batch_size: int
@@ -61,6 +64,7 @@ class LoopSettings:
     max_epochs: int
     eval_steps: int = -1
     save_steps: int = -1
+    profile: tuple[int, int] | None = None
 
 
 def planned_steps(num_items: int, settings: LoopSettings) -> int:
@@ -156,6 +160,8 @@ class SupervisedTrainer:
         self.sizes = split_updates(len(objective.lengths), settings.batch_size)
         self.total_steps = planned_steps(len(objective.lengths), settings)
         self.step = 0
+        self._meter = DeviceMeter(backend)
+        self._tracer = RankTracer(backend, settings.profile, outputs)
 
     def run(self) -> None:
         """Trains from where the newest checkpoint stands (where resuming is asked for) to the end, and exports."""
@@ -170,6 +176,7 @@ class SupervisedTrainer:
         self.outputs.open(self.step, self.total_steps)
         while self.step < self.total_steps:
             self._run_epoch()
+        self._tracer.close(self.step)
         self.outputs.finish()
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,14 +213,19 @@ class SupervisedTrainer:
                 bar.update(size)
 
     def _run_step(self, items: list[int]) -> None:
-        settings, start = self.settings, time.perf_counter()
-        metrics = train_step(self.backend, self.objective, items, settings.micro_batch_size)
+        settings = self.settings
+        self._tracer.begin(self.step + 1)
+        start = time.perf_counter()
+        with self._meter.training():
+            metrics = train_step(self.backend, self.objective, items, settings.micro_batch_size)
         seconds = time.perf_counter() - start
         if (standstill := self.backend.movement_warning()) is not None:
             self.outputs.warn(standstill)
-        tokens = sum(int(self.objective.lengths[item]) for item in items)
-        metrics |= {"time/step": seconds, "throughput/tokens_per_s": tokens / seconds}
+        lengths = [int(self.objective.lengths[item]) for item in items]
+        metrics |= {"time/step": seconds, "throughput/tokens_per_s": sum(lengths) / seconds}
+        metrics |= usage_metrics(self.backend, self._meter.take(), lengths)
         self.step += 1
+        self._tracer.end(self.step)
         last = self.step == self.total_steps
         evaluated = self._due(settings.eval_steps, last) and self.eval_objective is not None
         if evaluated:

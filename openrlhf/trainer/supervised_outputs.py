@@ -18,6 +18,7 @@ from openrlhf.config import CkptConfig, ConfigError, LoggerConfig
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
 from openrlhf.tracking.report import write_report
+from openrlhf.trainer.profiling import FOLDER
 from openrlhf.utils.run_lock import RunLock
 
 CONFIG_FILE = "config.yaml"
@@ -100,10 +101,11 @@ class SupervisedOutputs:
         self._shapes = dict(shapes)
         self._ckpt = ckpt
         self._logger = logger
-        self._command = command
+        self.command = command
         self._title = title
         self._yaml = config_yaml
         self._folder = Path(ckpt.output_dir)
+        self.profile_folder = self._folder / FOLDER
         self._store = _store_of(ckpt)
         self._trackers: MultiTracker | None = None
         self._console: Console | None = None
@@ -140,7 +142,7 @@ class SupervisedOutputs:
             self._trackers = build_trackers(
                 self._logger,
                 self._folder,
-                run_name=self._logger.wandb.run_name or self._command,
+                run_name=self._logger.wandb.run_name or self.command,
                 run_config={"flags": self._yaml},
                 resume_step=step,
                 warn=self._console.warn,

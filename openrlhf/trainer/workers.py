@@ -27,8 +27,10 @@ from openrlhf.rollout.transports import (
     WeightGroup,
     gpu_uuid,
 )
+from openrlhf.trainer.device_meter import DeviceMeter, Usage
 from openrlhf.trainer.placement import Place
 from openrlhf.trainer.policy_update import PolicyLossSpec, RankResult, StepShare, update_policy
+from openrlhf.trainer.profiling import StepTrace, trace_name
 from openrlhf.trainer.value_update import ValueLossSpec, update_critic
 from openrlhf.utils.own_gpus import keep_own_gpus
 from openrlhf.utils.supervise import Supervisor
@@ -69,6 +71,8 @@ class TrainWorker:
     """One rank of a model."""
 
     _backend: Backend
+    _meter: DeviceMeter
+    _trace: StepTrace | None = None
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -127,6 +131,7 @@ class TrainWorker:
                 head=spec.head,
                 ema=spec.ema_beta is not None,
             )
+        self._meter = DeviceMeter(self._backend)
         gpu = gpu_uuid() if spec.device == "cuda" else None
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "gpu": gpu}
 
@@ -161,14 +166,16 @@ class TrainWorker:
 
     def update(self, share: StepShare, spec: PolicyLossSpec) -> RankResult:
         """Runs this rank's share of one optimizer step; see ``update_policy``."""
-        result = update_policy(self._backend, share, spec)
+        with self._meter.training():
+            result = update_policy(self._backend, share, spec)
         if self._ema_beta is not None and not result.step.skipped:
             self._backend.ema_update(self._ema_beta)
         return result
 
     def update_critic(self, share: StepShare, spec: ValueLossSpec) -> RankResult:
         """Runs this rank's share of one optimizer step; see ``update_critic``."""
-        return update_critic(self._backend, share, spec)
+        with self._meter.training():
+            return update_critic(self._backend, share, spec)
 
     def open_sender(self, transport: str, place: Rendezvous | None) -> None:
         """Prepares the way of the weights to the engines.
@@ -228,6 +235,19 @@ class TrainWorker:
         """Leaves the process group together with the other ranks."""
         self._backend.close()
 
+    def usage(self) -> Usage:
+        """Returns: memory and time of this rank's device since the last call."""
+        return self._meter.take()
+
+    def start_trace(self) -> None:
+        """Records what this rank does until ``finish_trace``."""
+        self._trace = StepTrace()
+
+    def finish_trace(self, folder: str, role: str, steps: tuple[int, int]) -> str | None:
+        """Writes the record of ``steps``. Returns: a sentence where that failed."""
+        trace, self._trace = self._trace, None
+        return None if trace is None else trace.finish(Path(folder), trace_name(role, self._rank, steps))
+
 
 Dealt = tuple[list[list[PackedBatch]], list[list[list[int]]]]
 """Micro-batches of each rank, and the rows of the whole batch that stand in each; see ``experience.deal``."""
@@ -240,6 +260,7 @@ class WorkerGroup:
         actor = ray.remote(concurrency_groups={"watch": 1})(TrainWorker)
         size = len(places)
         self.role = role
+        self.device: str | None = None
         self.supervisor = supervisor
         self.workers = [actor.options(**place.options()).remote(rank, size) for rank, place in enumerate(places)]
         self.names = [f"{role} worker {rank}" for rank in range(size)]
@@ -277,6 +298,7 @@ class WorkerGroup:
 
     def setup(self, spec: ModelSpec, timeout: float) -> list[dict[str, Any]]:
         """Loads the model on all ranks."""
+        self.device = spec.device
         master = self.call_first("address", timeout=timeout)
         return self.call("setup", spec, master, timeout=timeout)
 

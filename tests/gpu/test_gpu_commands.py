@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.config.checks_system import engine_devices
 from openrlhf.tracking.jsonl import read_jsonl
+from openrlhf.trainer.flops import peak_flops
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -54,6 +56,20 @@ def run(command: str, flags: dict[str, object], *switches: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
+def assert_measured(line: dict[str, float], *memory: str) -> None:
+    """Memory is that of a tiny model, and the utilisation is there where this GPU's peak is known."""
+    assert all(0 < line[name] < 8 for name in memory), line
+    known = peak_flops(torch.cuda.get_device_name()) is not None
+    assert ("throughput/mfu" in line) == known and 0 < line.get("throughput/mfu", 0.5) < 1, line
+
+
+def assert_traced(file: Path) -> None:
+    """The trace has kernels of the GPU, and the table sorts by them."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert "Self CUDA" in file.with_suffix("").with_suffix(".txt").read_text()
+
+
 def assert_trained(before: Path, after: Path) -> None:
     """The exported model loads in plain transformers, is finite, and no matrix of it stands where it stood.
 
@@ -80,14 +96,19 @@ def test_sft_trains_on_one_gpu(inputs: Path, tmp_path: Path) -> None:
         "ds.zero_stage": 2,
         "ds.param_dtype": "bf16",
         "adam.lr": 1e-2,
+        "logger.profile_steps": "2:3",
         "ckpt.output_dir": tmp_path / "out",
         "ckpt.path": tmp_path / "states",
     }
     run("train_sft", flags, "--data.apply_chat_template")
-    losses = [line["loss/train"] for line in read_jsonl(tmp_path / "out" / "metrics.jsonl")]
+    lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    losses = [line["loss/train"] for line in lines]
     assert len(losses) == 16 and all(map(math.isfinite, losses))
     assert losses[-1] < losses[0] - 1
     assert_trained(inputs / "model", tmp_path / "out")
+    for line in lines:
+        assert_measured(line, "memory/peak_gib")
+    assert_traced(tmp_path / "out" / "profile" / "train_sft_rank0_steps2-3.json.gz")
 
 
 @pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
@@ -113,6 +134,7 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
         "vllm.gpu_memory_utilization": 0.3,
         "algo.advantage.estimator": "reinforce_baseline",
         "algo.kl.estimator": "k2",
+        "logger.profile_steps": "2",
         "actor.adam.lr": 1e-3,
         "ds.param_dtype": "bf16",
         "ckpt.output_dir": tmp_path / "out",
@@ -129,5 +151,7 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
         assert all(math.isfinite(line[name]) for name in ("reward/mean", "policy/loss", "actor/grad_norm"))
         # After each transfer the engine holds the trainer's model, up to the rounding of bf16.
         assert line["sync/logprob_gap"] < 0.05
+        assert_measured(line, "memory/actor_gib", "memory/ref_gib")
+    assert_traced(tmp_path / "out" / "profile" / "actor_rank0_steps2-2.json.gz")
     assert lines[0]["kl/reference"] == pytest.approx(0, abs=1e-3)
     assert_trained(inputs / "model", tmp_path / "out")

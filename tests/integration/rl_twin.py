@@ -20,6 +20,7 @@ from openrlhf.data.batching import split_updates
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.trainer.experience import Budget, RewardShaping, add_advantages, build_experience, deal, denominator
 from openrlhf.trainer.policy_update import PolicyLossSpec, StepShare, update_policy
+from openrlhf.trainer.rl_metrics import StepMetrics
 
 ROLLOUTS, PROMPTS, SAMPLES = 2, 3, 4
 BATCH = 5  # 12 samples a rollout: updates of 4, 4 and 4
@@ -196,3 +197,57 @@ def product_run(folder: Path, case: Case, stage: int, budget: Budget) -> dict[st
             assert result.warning is None, result.warning
     weights = {name: tensor.detach().clone() for name, tensor in backend.named_full_parameters()}
     return {"losses": losses, "norms": norms, "rates": rates, "weights": weights, "ratios": ratios}
+
+
+def one_update_run(folder: Path, case: Case, loss: str, *, scored: bool) -> dict[str, Any]:
+    """Rollouts of one update each, with the pass for the old log-probs and without it; one rank.
+
+    Args:
+        loss: the policy loss.
+        scored: the old log-probs are computed before the update, in the same micro-batches.
+
+    Returns: losses, norms, KLs to the reference (none where the case has none), sums of the metrics, last weights.
+    """
+    from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+
+    ds = DeepSpeedConfig(zero_stage=1, param_dtype="fp32")
+    backend = DeepSpeedBackend.for_training(folder, ds=ds, optimizer=OPTIMIZER, total_steps=ROLLOUTS, device="cpu")
+    reference = DeepSpeedBackend.for_inference(folder, ds=ds, device="cpu") if case.kl_in_loss else None
+    kl = KLConfig(init_coef=case.kl_coef if reference else 0.0, use_loss=True, estimator=case.kl_in_loss or "k3")
+    algo = AlgoConfig(advantage=AdvantageConfig(estimator=case.estimator), kl=kl)
+    spec = PolicyLossSpec(loss, *CLIP, None, case.aggregation, 16.0, case.kl_in_loss, TEMPERATURE, True, 0.01)
+    found: dict[str, Any] = {"losses": [], "norms": [], "kls": [], "sums": []}
+    for samples in record_rollouts():
+        experience = build_experience(samples)
+        fields, rows = experience.batch.token_fields, list(range(experience.batch.num_rows))
+        # In the order of the micro-batches of the update, so that the passes differ in nothing but the gradient.
+        dealt = deal(experience.batch, rows, 1, Budget(5, None), pad_token_id=0)
+        if reference is not None:
+            fields["ref_logprobs"] = _dealt_logprobs(reference, experience.batch, dealt)
+        old = _dealt_logprobs(backend, experience.batch, dealt) if scored else None
+        if old is not None:
+            fields["old_logprobs"] = old
+        metrics = StepMetrics()
+        add_advantages(experience, algo, RewardShaping((-10.0, 10.0)), kl.init_coef)
+        metrics.add_experience(experience, kl.estimator, RewardShaping((-10.0, 10.0)))
+        shares, _ = deal(experience.batch, rows, 1, Budget(5, None), pad_token_id=0)
+        units = denominator(experience, rows, case.aggregation)
+        result = update_policy(backend, StepShare(shares[0], units, kl.init_coef), spec)
+        metrics.actor.add([result])
+        metrics.finish(1.0)
+        found["losses"].append(result.loss)
+        found["norms"].append(result.step.grad_norm)
+        found["kls"].append(metrics.values.get("kl/reference"))
+        found["sums"].append({name: value for name, value in result.sums.items() if name != "kl_reference"})
+    weights = {name: tensor.detach().clone() for name, tensor in backend.named_full_parameters()}
+    return {**found, "weights": weights}
+
+
+def _dealt_logprobs(backend: Any, batch: Any, dealt: Any) -> torch.Tensor:
+    result, starts = torch.zeros(batch.tokens.numel()), batch.cu_seqlens.tolist()
+    for micro, rows in zip(dealt[0][0], dealt[1][0], strict=True):
+        with torch.no_grad():
+            logprobs = backend.forward(micro, temperature=TEMPERATURE).logprobs
+        for row, part in zip(rows, logprobs.split(micro.lengths.tolist()), strict=True):
+            result[starts[row] : starts[row + 1]] = part
+    return result

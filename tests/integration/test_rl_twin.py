@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf.trainer.experience import Budget
 from tests.integration import rl_twin as twin
@@ -52,3 +53,28 @@ def test_every_estimator_stage_and_micro_batch_takes_the_steps_of_a_plain_pytorc
 
 def _detached(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "weights": {name: weight.detach() for name, weight in result["weights"].items()}}
+
+
+ONE_UPDATE = [
+    (twin.Case("reinforce_baseline", None), "ppo"),
+    (twin.Case("group_norm", "k3"), "ppo"),
+    (twin.Case("rloo", "k2", aggregation="seq_mean"), "gspo"),
+    (twin.Case("dr_grpo", "k3", aggregation="constant"), "cispo"),
+]
+
+
+def _with_and_without_the_pass(model: Path) -> None:
+    for case, loss in ONE_UPDATE:
+        scored, skipped = (twin.one_update_run(model, case, loss, scored=scored) for scored in (True, False))
+        for name in ("losses", "norms", "sums"):
+            assert skipped[name] == scored[name], (case, loss, name)
+        assert all(torch.equal(weight, scored["weights"][name]) for name, weight in skipped["weights"].items())
+        assert all(sums["ppo_kl"] == 0 for sums in skipped["sums"])
+        if case.kl_in_loss:
+            assert skipped["kls"] == pytest.approx(scored["kls"], rel=1e-6) and skipped["kls"][1] > 0
+        else:
+            assert skipped["kls"] == scored["kls"] == [None, None]
+
+
+def test_one_update_a_rollout_without_the_pass_for_old_log_probs_is_the_same_to_the_last_bit(model: Path) -> None:
+    run_ranks(_with_and_without_the_pass, 1, model)

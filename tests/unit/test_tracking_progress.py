@@ -54,6 +54,16 @@ def test_lines_of_different_values_are_aligned():
         assert len({line.index(label) for line in lines}) == 1
 
 
+def test_a_gpu_adds_its_utilisation_in_percent_and_the_actors_memory_in_gib():
+    on_gpu = {**RL_STEP, "throughput/mfu": 0.4123, "memory/actor_gib": 61.23, "memory/ref_gib": 9.0}
+    line = summary_line(3, 120, on_gpu, 200)
+    assert "tok/s   1523  mfu 41%  mem  61GiB    1.4s" in line and " 9GiB" not in line and len(line) <= 200
+    supervised = {"loss/train": 1.23, "throughput/tokens_per_s": 98765.4, "throughput/mfu": 0.051}
+    line = summary_line(7, 200, {**supervised, "memory/peak_gib": 128.04, "time/step": 0.4}, math.nan)
+    assert line == "step   7/200  loss  1.2300  tok/s  98765  mfu  5%  mem 128GiB    0.4s"
+    assert not {"mfu", "mem"} & set(summary_line(3, 120, RL_STEP).split())
+
+
 def test_absent_metrics_are_left_out_and_lost_rewards_are_said():
     assert summary_line(1, 1, {}) == "step 1/1"
     assert "no reward: 3" in summary_line(1, 2, {"reward/failed": 3.0})

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf.config import AlgoConfig, KLConfig
-from openrlhf.data.trajectory import Trajectory
+from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.tracking.progress import Console
-from openrlhf.trainer.controller import LoopSettings, Position, RLController
-from openrlhf.trainer.experience import Budget, RewardShaping
+from openrlhf.trainer.controller import LoopSettings, Models, Position, RLController
+from openrlhf.trainer.device_meter import Usage
+from openrlhf.trainer.experience import Budget, RewardShaping, build_experience
+from openrlhf.trainer.flops import ModelFlops
+from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.sampling import Collected
 from openrlhf.trainer.scoring import RewardScorer
 from openrlhf.trainer.turns import DeviceTurns
@@ -122,3 +127,56 @@ def test_a_trained_run_passes_over_two_steps_in_a_row_without_a_sample_and_stops
         assert f"samples of step {step} can be trained on; no weight was moved; 1 of them: the judge" in said.getvalue()
     with pytest.raises(RunError, match="of step 3 can be trained on"):
         controller.run_step()
+
+
+class ScoringGroup:
+    """Counts what it is asked for, and what it is asked with."""
+
+    size = 1
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.asked: list[set[str]] = []
+
+    def logprobs(self, batch: Any, dealt: Any, temperature: float, timeout: float) -> torch.Tensor:
+        self.asked.append(set(batch.token_fields))
+        return torch.full((batch.tokens.numel(),), self.value)
+
+
+@pytest.mark.parametrize(("samples", "passes"), [(2, 0), (3, 1)])
+def test_the_policy_is_asked_for_old_log_probs_only_where_one_update_does_not_give_them(
+    samples: int, passes: int
+) -> None:
+    controller, _ = controller_of()
+    controller._settings = replace(controller._settings, on_policy_samples=2)
+    actor, ref = ScoringGroup(-1.0), ScoringGroup(-2.0)
+    controller._models = Models(actor, ref)  # type: ignore[arg-type]
+    rows = [Trajectory(0, n, "p", None, [Segment([1, 2, 3], [(1, 3)])], reward=1.0) for n in range(samples)]
+    experience = build_experience(rows)
+    controller._add_scores(experience)
+    assert len(actor.asked) == passes and len(ref.asked) == 1
+    fields = experience.batch.token_fields
+    assert ("old_logprobs" in fields) == bool(passes) and fields["ref_logprobs"].eq(-2.0).all()
+
+
+class MeasuredGroup:
+    """Two ranks that say what they used."""
+
+    def __init__(self, role: str, device: str, *ranks: Usage) -> None:
+        self.role, self.device, self.ranks = role, device, ranks
+
+    def call(self, method: str, *, timeout: float) -> list[Usage]:
+        assert method == "usage" and self.device == "cuda", "nobody asks a CPU"
+        return list(self.ranks)
+
+
+def test_gpus_are_asked_for_their_memory_and_speed_after_a_step_and_cpus_are_not() -> None:
+    usage = (Usage(3.0, 2.0, ModelFlops(60.0, ()), 100.0), Usage(4.0, 1.0, ModelFlops(60.0, ()), 100.0))
+    groups: Any = MeasuredGroup("actor", "cuda", *usage), MeasuredGroup("ref", "cpu"), MeasuredGroup("critic", "cpu")
+    controller, _ = controller_of()
+    controller._settings = replace(controller._settings, epochs=2)
+    controller._models = Models(*groups)
+    metrics = StepMetrics()
+    rows = [Trajectory(0, n, "p", None, [Segment([1, 2, 3], [(1, 3)])], reward=1.0) for n in range(2)]
+    controller._measure(build_experience(rows), metrics)
+    assert metrics.values == {"memory/actor_gib": 4.0, "throughput/mfu": pytest.approx(2 * 60 * 6 / (2 * 200))}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from tests.unit.config_args import built
 
 PROMPTS, PAD = 37, 5
 RLOO = ("--algo.advantage.estimator", "rloo")
+NO_KL = ("--algo.kl.init_coef", "0")
+KL_IN_LOSS = ("--algo.kl.use_loss", "--algo.kl.estimator", "k3")
 EVAL_SEED = derive_seed(42, 7919) % 2**31
 
 PARTS: dict[str, Callable[[PPOConfig], Any]] = {
@@ -74,6 +77,11 @@ TABLE: list[tuple[tuple[str, ...], str, Any, Any]] = [
     ((), "loop.pad_token_id", PAD, PAD),
     (("--train.step_timeout", "60"), "loop.timeout", 60.0, 3600.0),
     (("--eval.steps", "4"), "loop.eval_steps", 4, -1),
+    ((*NO_KL, "--train.batch_size", "96"), "loop.on_policy_samples", 96, 0),
+    (("--train.max_epochs", "3"), "loop.epochs", 3, 1),
+    (("--logger.profile_steps", "3:5"), "loop.trace.steps", (3, 5), ...),
+    (("--logger.profile_steps", "4", "--ckpt.output_dir", "/out"), "loop.trace.folder", Path("/out/profile"), ...),
+    ((), "loop.trace", None, None),
     (("--train.max_epochs", "3"), "update.train.max_epochs", 3, 1),
     (("--actor.eps_clip", "0.1"), "update.policy_loss.clip_low", 0.1, 0.2),
     (("--critic.value_clip", "0.2"), "update.value_loss.clip", 0.2, 0.5),
@@ -216,3 +224,26 @@ def test_a_critic_starts_from_its_own_model_or_the_reward_model_or_the_policy(
     flags: tuple[str, ...], path: str, fresh: bool
 ) -> None:
     assert critic_source(config_of("--actor.model_name_or_path", "actor", *flags)) == (path, fresh)
+
+
+@pytest.mark.parametrize(
+    "flags", [NO_KL, KL_IN_LOSS, (*NO_KL, *RLOO), (*NO_KL, "--critic.freezing_steps", "2")], ids=str
+)
+def test_old_log_probs_are_left_to_the_update_where_nothing_reads_them_before_it(flags: tuple[str, ...]) -> None:
+    assert rl_specs.on_policy_samples(config_of(*flags, "--train.batch_size", "96")) == 96
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        (*NO_KL, "--train.max_epochs", "2"),
+        (*NO_KL, "--algo.advantage.is_correction_enable"),
+        (*KL_IN_LOSS, "--algo.kl.target", "0.1"),
+        (*KL_IN_LOSS, "--critic.freezing_steps", "2"),
+        (*NO_KL, "--ds.lora.rank", "8", "--ds.lora.dropout", "0.1"),
+    ],
+    ids=str,
+)
+def test_old_log_probs_are_computed_where_something_reads_them_before_the_update(flags: tuple[str, ...]) -> None:
+    assert rl_specs.on_policy_samples(config_of(*flags)) == 0
