@@ -130,7 +130,8 @@ def plain_sample_loss(case: Case, new: Any, old: Any, ref: Any, advantages: Any)
 
 def plain_run(folder: Path, case: Case) -> dict[str, Any]:
     """The whole run in plain PyTorch. Returns: loss, norm and rate of each update, and the last weights."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    # In float64: float32's own rounding moves the norm of a gradient by as much as the product may be off.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     reference = copy.deepcopy(model)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
