@@ -314,7 +314,5 @@ def packing_arguments(implementation: str, cu_seqlens: torch.Tensor, lengths: li
     # A mask of four dimensions is handed on as it is. With none, transformers reads the borders of rows off the
     # positions, for which the host waits for the GPU, to make a mask that is not needed.
     no_mask = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=cu_seqlens.device)
-    return {
-        "attention_mask": no_mask,
-        **(bounds if implementation == VARLEN else {"segment_lengths": RowLengths(lengths)}),
-    }
+    rows = bounds if implementation == VARLEN else {"segment_lengths": RowLengths(lengths)}
+    return {"attention_mask": no_mask, **rows}
