@@ -69,8 +69,7 @@ def test_help_says_which_flags_it_lists_that_a_run_would_refuse(command, capsys)
         assert out.endswith("\nThis command is not built yet: its flags are read, and it is then refused.\n")
         return
     names = out.rpartition("\nNot built yet, and refused but for their defaults: ")[2]
-    tables = unbuilt.FLAGS | (unbuilt.RL_FLAGS if command == "train_ppo_ray" else {})
-    assert sorted(names.split()) == sorted(f"--{name}" for name in tables if name in flags_of(TREES[command]))
+    assert sorted(names.split()) == sorted(f"--{name}" for name in unbuilt.FLAGS if name in flags_of(TREES[command]))
 
 
 def test_a_flag_that_is_like_no_other_is_told_how_all_are_listed(capsys):
