@@ -23,7 +23,8 @@ def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> An
     """Calls ``function(*args)`` in a new process. Returns: its result; its traceback is raised."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_call, args=(theirs, function, args), daemon=True)
+    # No daemon: those may not start processes of their own, and an engine does.
+    process = context.Process(target=_call, args=(theirs, function, args))
     process.start()
     theirs.close()
     try:
