@@ -16,6 +16,7 @@ from openrlhf.config.engine_arguments import check_engine_arguments
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 from openrlhf.config.kernels import check_experts, check_installed, check_runs
+from openrlhf.config.versions import REQUIRED, REQUIRED_FOR_RL, check_versions
 
 VLLM_MINIMUM = "0.25.1"
 # Distribution names of the engine: on GPUs, and without.
@@ -83,7 +84,9 @@ def check_system(config: TrainingConfig) -> None:
     """Raises ConfigError for missing files and packages."""
     check_paths(config)
     check_installed(config.ds.attn_implementation)
+    check_versions(REQUIRED)
     if isinstance(config, PPOConfig):
+        check_versions(REQUIRED_FOR_RL)
         check_vllm()
         check_engine_arguments(config.vllm.extra)
     if config.logger.wandb.key is not None and find_spec("wandb") is None:
