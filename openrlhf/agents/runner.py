@@ -30,6 +30,26 @@ _LOGPROB_NOISE = 1e-2
 STOP_REASONS = ("stop", "length", "environment", "error")
 
 
+def _execution(
+    executor: AgentExecutorBase,
+    prompt: PromptRecord,
+    sampling_params: Any,
+    max_length: int,
+    tokenizer: Any,
+    engine: Engine,
+) -> Any:
+    return executor.execute(
+        prompt=TemplatedText(prompt.prompt) if prompt.templated else prompt.prompt,
+        # Copied: samples of one prompt share the row's object.
+        label=copy.deepcopy(prompt.label),
+        sampling_params=copy.deepcopy(sampling_params),
+        max_length=max_length,
+        hf_tokenizer=tokenizer,
+        llm_engine=engine,
+        images=prompt.images,
+    )
+
+
 async def run_sample(
     executor: AgentExecutorBase,
     prompt: PromptRecord,
@@ -69,16 +89,7 @@ async def run_sample(
         version = engine.weight_version
         trajectory.failure = None
         try:
-            call = executor.execute(
-                prompt=TemplatedText(prompt.prompt) if prompt.templated else prompt.prompt,
-                # Copied: samples of one prompt share the row's object.
-                label=copy.deepcopy(prompt.label),
-                sampling_params=copy.deepcopy(sampling_params),
-                max_length=max_length,
-                hf_tokenizer=tokenizer,
-                llm_engine=engine,
-                images=prompt.images,
-            )
+            call = _execution(executor, prompt, sampling_params, max_length, tokenizer, engine)
             returned = await _within(call, left, timeout)
             fill_trajectory(trajectory, returned, version, rewarded_by_model=rewarded_by_model, max_length=max_length)
             _check_ids(trajectory, vocab_size)

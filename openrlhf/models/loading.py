@@ -192,6 +192,14 @@ def _draws(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
 
 
+def _checkpoint_layers(model: PreTrainedModel, reentrant: bool) -> None:
+    # Nothing is drawn where dropout is off; the state of the generators would be saved and put back in each layer.
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant, "preserve_rng_state": _draws(model)})
+    if reentrant:
+        # The reentrant kind gives no gradient at all where none of its inputs has one.
+        model.enable_input_require_grads()
+
+
 def load_causal_lm(
     path: str | Path,
     *,
@@ -245,13 +253,7 @@ def load_causal_lm(
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     _without_dropout(model)
     if gradient_checkpointing:
-        # Nothing is drawn where dropout is off; the state of the generators would be saved and put back in each layer.
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": gradient_checkpointing_reentrant, "preserve_rng_state": _draws(model)}
-        )
-        if gradient_checkpointing_reentrant:
-            # The reentrant kind gives no gradient at all where none of its inputs has one.
-            model.enable_input_require_grads()
+        _checkpoint_layers(model, gradient_checkpointing_reentrant)
     return model if zero3 is not None else model.to(device)
 
 
