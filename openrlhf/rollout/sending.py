@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from ray.exceptions import RayError
 
 from openrlhf.rollout.integrity import TransferError
 from openrlhf.rollout.transfer import buckets
-from openrlhf.rollout.transports import Sender
+from openrlhf.rollout.transports import Look, Sender
 from openrlhf.utils.errors import RunError
 from openrlhf.utils.supervise import describe
 
@@ -56,7 +57,7 @@ def send_weights(
                 if again:
                     raise TransferError(f"the trainer offered {again[0]} twice in one update")
                 calls = _ask(engines, "load_bucket", offer.payload, offer.checksums)
-                sender.deliver()
+                sender.deliver(_failures(calls, timeout))
                 _wait(calls, timeout)
                 manifest.update(offer.checksums)
                 nbytes += offer.nbytes
@@ -75,6 +76,21 @@ def on_all(engines: dict[str, Any], method: str, *args: Any, timeout: float) -> 
 
 def _ask(engines: dict[str, Any], method: str, *args: Any) -> dict[str, Any]:
     return {name: getattr(engine, method).remote(*args) for name, engine in engines.items()}
+
+
+def _failures(calls: dict[str, Any], timeout: float) -> Look:
+    """Returns: what raises RunError, naming the engine, where a call has failed or is not done in time."""
+    deadline = time.monotonic() + timeout
+
+    def look() -> None:
+        done, late = ray.wait(list(calls.values()), num_returns=len(calls), timeout=0)
+        names = {call: name for name, call in calls.items()}
+        _wait({names[call]: call for call in done}, timeout)
+        if late and time.monotonic() > deadline:
+            waited_for = ", ".join(names[call] for call in late)
+            raise RunError(f"{waited_for} did not take the weights within {timeout:.0f} s")
+
+    return look
 
 
 def _wait(calls: dict[str, Any], timeout: float) -> None:

@@ -7,6 +7,8 @@ broadcast over NCCL or gloo (anywhere). Each has a sender; ``Inbox`` is the othe
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,11 @@ from openrlhf.rollout.packing import Layout, pack, unpack
 from openrlhf.rollout.transfer import Exchange, write_bucket
 
 _SENDER_RANK = 0
+# Seconds between two looks at engines that a broadcast waits for.
+_LOOK_S = 0.001
+
+Look = Callable[[], None]
+"""Raises where an engine that a bucket is handed to has failed or takes too long."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,8 @@ class Sender(Protocol):
     def put(self, tensors: dict[str, torch.Tensor]) -> Offer:
         """Makes a bucket ready to be taken."""
 
-    def deliver(self) -> None:
-        """Hands it over; engines have been told."""
+    def deliver(self, look: Look) -> None:
+        """Hands it over; engines have been told. While it waits for them it calls ``look`` again and again."""
 
     def release(self) -> None:
         """Lets go of it; every engine has answered."""
@@ -76,7 +83,7 @@ class SharedMemorySender:
         self._path = Path(bucket.path)
         return Offer(bucket.payload, bucket.checksums, bucket.nbytes)
 
-    def deliver(self) -> None:
+    def deliver(self, look: Look) -> None:
         """Engines read the file by themselves."""
 
     def release(self) -> None:
@@ -105,7 +112,7 @@ class IpcSender:
         merged = {uuid: handle for own in handles for uuid, handle in own.items()}
         return Offer({"layout": layout.as_dict(), "handles": merged}, sums, sum(layout.sizes()))
 
-    def deliver(self) -> None:
+    def deliver(self, look: Look) -> None:
         """Workers copy from the card by themselves."""
 
     def release(self) -> None:
@@ -155,12 +162,20 @@ class WeightGroup:
             self.device = torch.device("cpu")
             self._group = dist.ProcessGroupGloo(store, rank, place.world_size, timeout)
 
-    def broadcast(self, buffer: torch.Tensor) -> None:
-        """Fills ``buffer``, on ``device``, with the sender's; returns when it is whole."""
+    def broadcast(self, buffer: torch.Tensor, look: Look | None = None) -> None:
+        """Fills ``buffer``, on ``device``, with the sender's; returns when it is whole.
+
+        Args:
+            look: asked while others are waited for: NCCL does not notice that one of them will never come.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = _SENDER_RANK
         options.rootTensor = 0
-        self._group.broadcast([buffer], options).wait()
+        work = self._group.broadcast([buffer], options)
+        while look is not None and not work.is_completed():
+            look()
+            time.sleep(_LOOK_S)
+        work.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -181,9 +196,9 @@ class BroadcastSender:
         self._buffer = buffer.to(self._group.device)
         return Offer({"layout": layout.as_dict()}, sums, sum(layout.sizes()))
 
-    def deliver(self) -> None:
+    def deliver(self, look: Look) -> None:
         """Broadcasts it."""
-        self._group.broadcast(self._buffer)
+        self._group.broadcast(self._buffer, look)
 
     def release(self) -> None:
         """Frees it."""

@@ -1,0 +1,80 @@
+"""The sender of weights and engines that fail it: the run learns which engine it was, and why."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from openrlhf.backends.distributed import free_port
+from openrlhf.rollout.sending import send_weights
+from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, WeightGroup
+from openrlhf.utils.errors import RunError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)
+    yield
+    ray.shutdown()
+
+
+class Engine:
+    """Takes buckets as an engine's worker does, or fails before it has."""
+
+    def __init__(self, fault: str | None) -> None:
+        self._fault = fault
+        self._inbox = Inbox(torch.device("cpu"))
+        self._taken: dict[str, int] = {}
+
+    def join(self, place: Rendezvous, rank: int) -> None:
+        self._inbox.join(place, rank)
+
+    def begin_update(self) -> None:
+        self._taken = {}
+
+    def load_bucket(self, payload: dict[str, Any], checksums: dict[str, int]) -> None:
+        if self._fault == "raises":
+            raise MemoryError("no room for a bucket")
+        if self._fault == "hangs":
+            threading.Event().wait()
+        self._taken |= self._inbox.take(payload)[1]
+
+    def end_update(self, manifest: dict[str, int], version: int) -> None:
+        assert self._taken == manifest
+
+
+def broadcast_to(*faults: str | None, timeout: float) -> int:
+    """Sends a model to engines with these faults over gloo, whose own patience is far longer than ``timeout``."""
+    remote = ray.remote(num_cpus=0)(Engine)
+    engines: dict[str, Any] = {f"rollout engine {n}": remote.remote(fault) for n, fault in enumerate(faults)}
+    place = Rendezvous("127.0.0.1", free_port(), "gloo", 1 + len(engines), 150.0)
+    joins = [engine.join.remote(place, rank) for rank, engine in enumerate(engines.values(), 1)]
+    sender = BroadcastSender(WeightGroup(place, 0, torch.device("cpu")))
+    ray.get(joins, timeout=60)
+    weights = [(f"w{n}", torch.full((3, 5), float(n))) for n in range(4)]
+    try:
+        return send_weights(weights, sender, engines, torch.float32, 1, leads=True, timeout=timeout)
+    finally:
+        for engine in engines.values():
+            ray.kill(engine)
+
+
+def test_engines_that_take_a_broadcast_hold_the_whole_model() -> None:
+    assert broadcast_to(None, None, timeout=60.0) == 4 * 15 * 4
+
+
+def test_an_engine_that_fails_before_a_broadcast_is_named_with_its_reason() -> None:
+    with pytest.raises(RunError, match="rollout engine 1 did not take the weights: MemoryError: no room for a bucket"):
+        broadcast_to(None, "raises", timeout=100.0)
+
+
+def test_an_engine_that_never_takes_part_in_a_broadcast_is_named_when_the_time_is_up() -> None:
+    with pytest.raises(RunError, match="rollout engine 0 did not take the weights within 2 s"):
+        broadcast_to("hangs", timeout=2.0)
