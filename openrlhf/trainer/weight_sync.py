@@ -47,7 +47,7 @@ def choose_transport(wanted: str, sender: Sequence[Site], workers: Mapping[str, 
     one_node = all(site.node == sender[0].node for site in everyone)
     on_gpu = sender[0].gpu is not None
     own_cards = {site.gpu for site in sender}
-    shares_all = on_gpu and one_node and all(site.gpu in own_cards for site in everyone)
+    shares_all = on_gpu and all(site.gpu in own_cards for site in everyone)
     apart = on_gpu and all(site.gpu != sender[0].gpu for site in everyone)
     if wanted == "shm":
         if not one_node:
@@ -85,7 +85,8 @@ class WeightSync:
 
     def note(self, wanted: str) -> str | None:
         """Returns: a sentence where ``--vllm.sync_backend`` is not what is taken; none for the default on a CPU."""
-        if wanted in (self.transport, "auto") or (wanted == "nccl" and self.transport == "shm"):
+        default = (wanted, self.transport, self._actor.device) == ("nccl", "shm", "cpu")
+        if default or wanted in (self.transport, "auto"):
             return None
         return f"--vllm.sync_backend {wanted} becomes {self.transport}, by where actor and engines stand"
 
@@ -95,16 +96,18 @@ class WeightSync:
         Args:
             workers: number of each engine's workers, by its name.
         """
-        place, joins = None, {}
+        place, calls = None, {}
         if self.transport in ("nccl", "gloo"):
             address, port = self._actor.call_first("address", timeout=self._timeout)
             place = Rendezvous(address, port, self.transport, 1 + sum(workers.values()), self._timeout)
             rank = 1
             for name, engine in zip(self._pool.names, self._pool.engines, strict=True):
-                joins[name] = engine.join.remote(place, rank)
+                calls[name] = engine.join.remote(place, rank)
                 rank += workers[name]
-        self._actor.call("open_sender", self.transport, place, timeout=self._timeout)
-        self._actor.supervisor.get_all(joins, what="its meeting with the sender of weights", timeout=self._timeout)
+        for name, worker in zip(self._actor.names, self._actor.workers, strict=True):
+            calls[name] = worker.open_sender.remote(self.transport, place)
+        # In one wait: an end that fails is named at once, while the other still waits for it.
+        self._actor.supervisor.get_all(calls, what="the meeting of sender and engines", timeout=self._timeout)
 
     def send(self, version: int) -> int:
         """Gives the engines the actor's weights. Returns: bytes sent to each engine."""
