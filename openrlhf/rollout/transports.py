@@ -161,6 +161,8 @@ class WeightGroup:
         else:
             self.device = torch.device("cpu")
             self._group = dist.ProcessGroupGloo(store, rank, place.world_size, timeout)
+        # NCCL connects at the first broadcast, and looks at nobody until it has: here all are known to come.
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def broadcast(self, buffer: torch.Tensor, look: Look | None = None) -> None:
         """Fills ``buffer``, on ``device``, with the sender's; returns when it is whole.
