@@ -17,6 +17,10 @@ RESERVED_ENGINE_ARGUMENTS = {
     "max_model_len": "--data.max_len",
     "seed": "--train.seed",
     "tensor_parallel_size": "--vllm.tensor_parallel_size",
+    # An engine has as many GPUs, and weights are sent to as many workers.
+    "pipeline_parallel_size": "--vllm.tensor_parallel_size",
+    "data_parallel_size": "--vllm.num_engines",
+    "enable_sleep_mode": "--vllm.enable_sleep",
     "trust_remote_code": "--trust_remote_code",
     "logprobs_mode": "the comparison of the engine's log-probs with the trainer's",
     "weight_transfer_config": "the transfer of weights",

@@ -235,6 +235,11 @@ def test_engine_arguments_that_the_run_relies_on_are_refused(name):
     check_rl(built("train_ppo_ray", RL, "--vllm.extra", '{"max_num_seqs": 8}'))
 
 
+def test_engine_arguments_that_change_an_engines_gpus_or_their_sleep_are_among_them():
+    names = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_sleep_mode"}
+    assert names <= RESERVED_ENGINE_ARGUMENTS.keys()
+
+
 def test_unknown_sync_backend_is_refused():
     assert "--vllm.sync_backend must be one of auto, nccl" in refusal(rl, "--vllm.sync_backend", "mpi")
 
