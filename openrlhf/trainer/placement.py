@@ -60,14 +60,14 @@ class Place:
     bundle: int
     share: float
     on_gpu: bool
-    cards: tuple[int, ...] = ()
+    cards: tuple[str, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Returns: the options of the worker's actor."""
         env = worker_env(os.environ) if self.on_gpu else worker_env(os.environ, WORKER_ENV | _cpu_env())
         if self.cards:
             # Ray hides all GPUs from a worker that it counts none for, unless it is told not to.
-            env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.cards)), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(self.cards), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return {
             "num_cpus": self.share,
             "num_gpus": self.share if self.on_gpu and not self.cards else 0,
@@ -149,12 +149,13 @@ def _reserve(roles: Sequence[str], count: int, on_gpu: bool) -> PlacementGroup:
 
 def _wide_places(group: PlacementGroup, count: int, width: int, share: float) -> list[Place]:
     """Places of workers that take ``width`` GPUs each: bundles that stand on one node, wherever Ray has put them."""
-    bundles: dict[str, list[tuple[int, int]]] = {}
+    bundles: dict[str, list[tuple[str, int]]] = {}
     for bundle, (node, card) in enumerate(_cards(group)):
         bundles.setdefault(node, []).append((card, bundle))
     found = []
     for on_node in bundles.values():
-        on_node.sort()
+        # By number, so that 9 stands before 10.
+        on_node.sort(key=lambda held: (len(held[0]), held))
         for first in range(0, len(on_node) - width + 1, width):
             cards, members = zip(*on_node[first : first + width], strict=True)
             found.append(Place(group, members[0], share, on_gpu=True, cards=cards))
@@ -167,10 +168,10 @@ def _wide_places(group: PlacementGroup, count: int, width: int, share: float) ->
     return found[:count]
 
 
-def _cards(group: PlacementGroup) -> list[tuple[str, int]]:
-    """Node and number of the GPU of each bundle."""
+def _cards(group: PlacementGroup) -> list[tuple[str, str]]:
+    """Node of each bundle, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it: by a number, or by a name."""
     own_card = ray.remote(num_cpus=0, num_gpus=0.01)(
-        lambda: (ray.get_runtime_context().get_node_id(), int(ray.get_gpu_ids()[0]))
+        lambda: (ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0]))
     )
     asked = [
         own_card.options(

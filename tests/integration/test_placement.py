@@ -20,11 +20,16 @@ pytestmark = pytest.mark.timeout(180)
 GPUS = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def four_gpus() -> Iterator[None]:
-    ray.init(address="local", num_cpus=8, num_gpus=GPUS, include_dashboard=False, object_store_memory=80 * 2**20)
-    yield
-    ray.shutdown()
+@pytest.fixture(
+    scope="module", autouse=True, params=["0,1,2,3", "GPU-3f,GPU-a1,GPU-07,GPU-c2"], ids=["numbers", "names"]
+)
+def four_gpus(request: pytest.FixtureRequest) -> Iterator[set[str]]:
+    """A Ray that was started where its GPUs are called so. Returns: what they are called."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", request.param)
+        ray.init(address="local", num_cpus=8, num_gpus=GPUS, include_dashboard=False, object_store_memory=80 * 2**20)
+        yield set(request.param.split(","))
+        ray.shutdown()
 
 
 Placing = Callable[..., dict[str, list[Place]]]
@@ -59,12 +64,12 @@ def visible(places: list[Place]) -> list[set[str]]:
     return [set(gpus.split(",")) for gpus in found]
 
 
-def test_engines_of_several_gpus_stand_on_those_of_the_actor(places_of: Placing) -> None:
+def test_engines_of_several_gpus_stand_on_those_of_the_actor(places_of: Placing, four_gpus: set[str]) -> None:
     places = places_of("--train.colocate_all", "--actor.num_gpus_per_node", "4", "--vllm.num_engines", "2",
                        "--vllm.tensor_parallel_size", "2")  # fmt: skip
     actors, engines = visible(places["actor"]), visible(places["engine"])
     assert len(actors) == 4 and all(len(own) == 1 for own in actors)
-    assert set.union(*actors) == set.union(*engines) == {str(number) for number in range(GPUS)}
+    assert set.union(*actors) == set.union(*engines) == four_gpus
     assert [len(own) for own in engines] == [2, 2] and not engines[0] & engines[1]
 
 
