@@ -94,8 +94,9 @@ def _failures(calls: dict[str, Any], timeout: float) -> Look:
 
 
 def _wait(calls: dict[str, Any], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
     for name, call in calls.items():
         try:
-            ray.get(call, timeout=timeout)
+            ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
         except RayError as error:
             raise RunError(f"{name} did not take the weights: {describe(error)}") from error

@@ -49,7 +49,8 @@ class DeviceTurns:
 
     def training(self) -> None:
         """Gives the cards to the models."""
-        if self._engines_sleep and self._engines is not _Engines.ASLEEP:
+        # Weights that are awake alone were sent a moment ago: whoever saves the models then would have them sent again.
+        if self._engines_sleep and self._engines is _Engines.AWAKE:
             self._pool.call("sleep", timeout=self._timeout)
             self._engines = _Engines.ASLEEP
         if not self._resident:

@@ -87,6 +87,16 @@ def test_engines_that_slept_without_an_update_get_the_weights_again() -> None:
     assert log == ["engines wake weights", "send 0", "actor offload", *WAKING]
 
 
+def test_models_that_are_saved_after_an_update_cost_no_second_transfer() -> None:
+    turns, log = turns_of(engines=True, training=True)
+    turns.send(0)
+    one_step(turns, 0)
+    del log[:]
+    turns.training()
+    turns.sampling(1)
+    assert log == ["actor offload", *WAKING]
+
+
 def test_a_turn_that_is_taken_twice_does_nothing_the_second_time() -> None:
     turns, log = turns_of(engines=True, training=True)
     turns.send(0)
