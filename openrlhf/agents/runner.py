@@ -282,7 +282,11 @@ def _describe(error: Exception) -> str:
     if isinstance(error, AgentError):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} (at {frame.filename}:{frame.lineno} in {frame.name})"
+    try:
+        said = str(error)
+    except Exception:  # whatever the message of a user's exception class does
+        said = "its message cannot be read"
+    return f"{type(error).__name__}: {said} (at {frame.filename}:{frame.lineno} in {frame.name})"
 
 
 def _report(failure: str, error: Exception | None = None) -> None:

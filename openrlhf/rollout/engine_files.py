@@ -93,7 +93,8 @@ def describe_start(error: BaseException) -> str:
     if isinstance(first, dict) and "msg" in first:
         # vLLM lists all that it can run, which is hundreds of names.
         said = str(first["msg"]).removeprefix("Value error, ").partition(" Supported architectures")[0]
-        return shorten(said, 300, placeholder=" ...")
+        where = ".".join(map(str, first.get("loc", ())))
+        return shorten(f"{where}: {said}" if where else said, 300, placeholder=" ...")
     return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
 
 

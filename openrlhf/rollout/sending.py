@@ -94,9 +94,16 @@ def _failures(calls: dict[str, Any], timeout: float) -> Look:
 
 
 def _wait(calls: dict[str, Any], timeout: float) -> None:
+    """Waits for all calls, and for none of them once one has failed: the others may be waiting for that engine."""
+    names = {call: name for name, call in calls.items()}
     deadline = time.monotonic() + timeout
-    for name, call in calls.items():
-        try:
-            ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
-        except RayError as error:
-            raise RunError(f"{name} did not take the weights: {describe(error)}") from error
+    while names:
+        done, _ = ray.wait(list(names), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise RunError(f"{', '.join(names.values())} did not take the weights within {timeout:.0f} s")
+        for call in done:
+            name = names.pop(call)
+            try:
+                ray.get(call)
+            except RayError as error:
+                raise RunError(f"{name} did not take the weights: {describe(error)}") from error

@@ -40,9 +40,18 @@ class BestModel:
         """Returns: the best evaluation so far."""
         return {"name": self._name, "best": self._best, "kept": self._kept}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where ``state`` was taken."""
-        self._name, self._best, self._kept = state["name"], state["best"], state.get("kept")
+    def load_state_dict(self, state: dict[str, Any]) -> str | None:
+        """Goes to where ``state`` was taken, unless another metric is asked for now.
+
+        Returns: a sentence where the best model so far is forgotten, since it is that of another metric.
+        """
+        name = state["name"]
+        if name is not None and self._key and self._key not in (name, name.replace("/", "_")):
+            return (
+                f"--ckpt.best_metric_key {self._key}: the best model so far is that of {name}, which counts no longer"
+            )
+        self._name, self._best, self._kept = name, state["best"], state.get("kept")
+        return None
 
     def checkpoint_to_keep(self, step: int) -> int | None:
         """To be asked before the checkpoint of ``step`` is written.

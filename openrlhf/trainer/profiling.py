@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,6 +35,9 @@ class StepTrace:
             self._profile.export_chrome_trace(str(trace))
             (folder / f"{name}.txt").write_text(self._table() + "\n")
         except (OSError, RuntimeError) as error:
+            # Half a trace under its final name would be taken for a whole one.
+            with suppress(OSError):
+                trace.unlink()
             return f"the trace {trace} could not be written: {error}"
         return None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf.config import LoggerConfig, PPOCkptConfig
 from openrlhf.data.trajectory import Trajectory
+from openrlhf.models.loading import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Console
 from openrlhf.tracking.report import write_report
@@ -93,6 +94,10 @@ class RLOutputs:
         step = self._controller.position.step
         self._states.go_on_after(step)
         self._console.begin(step)
+        with _naming_the_disk(f"opening the run's files in {self._folder}"):
+            self._open(step)
+
+    def _open(self, step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / CONFIG_FILE).write_text(self._settings.config_yaml)
         self._trackers = build_trackers(
@@ -114,7 +119,9 @@ class RLOutputs:
         if was_evaluated(folder):
             state["controller"]["evaluated_at"] = state["controller"]["position"]["step"]
         self._controller.load_state_dict(state["controller"])
-        self._best.load_state_dict(state["best"])
+        note = self._best.load_state_dict(state["best"])
+        if note is not None:
+            self._console.note(note)
         self._console.note(f"resuming after step {self._controller.position.step} from {folder}")
 
     def before_training(self) -> None:
@@ -224,7 +231,7 @@ class RLOutputs:
     def _export_model(self, group: WorkerGroup, folder: Path, ema: bool = False) -> None:
         # The model's config.json is written last: with it an export counts as whole.
         folder.mkdir(parents=True, exist_ok=True)
-        self._tokenizer.save_pretrained(folder)
+        save_tokenizer(self._tokenizer, folder)
         (folder / CONFIG_FILE).write_text(self._settings.config_yaml)
         self._controller.hold_models()
         group.call("save_hf", str(folder), ema, timeout=self._timeout)

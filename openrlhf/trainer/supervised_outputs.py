@@ -15,6 +15,7 @@ from openrlhf.backends.checkpoints import CheckpointStore, refuse_other_run
 from openrlhf.backends.distributed import from_rank_0, raise_if_any
 from openrlhf.backends.shapes import Shapes, refuse_other_model, write_shapes
 from openrlhf.config import CkptConfig, ConfigError, LoggerConfig
+from openrlhf.models.loading import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
 from openrlhf.tracking.report import write_report
@@ -207,10 +208,7 @@ class SupervisedOutputs:
         self._backend.save_hf(folder)
 
         def write_rest() -> None:
-            try:
-                self._tokenizer.save_pretrained(folder)
-            except Exception as error:  # a fast tokenizer has no type of its own for a full disk
-                raise OSError(str(error)) from error
+            save_tokenizer(self._tokenizer, folder)
             (folder / CONFIG_FILE).write_text(self._yaml)
 
         self._on_rank_0(f"saving the tokenizer to {folder}", write_rest)

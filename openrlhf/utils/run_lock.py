@@ -36,10 +36,16 @@ class RunLock:
         self._file: int | None = None
 
     def __enter__(self) -> RunLock:
-        """Raises:
-        ConfigError: another run holds the folder.
-        OSError: the folder or the file cannot be written.
-        """
+        """Raises: ConfigError, where another run holds the folder, or the folder or the file cannot be written."""
+        try:
+            return self._enter()
+        except OSError as error:
+            raise ConfigError(
+                f"{self._flag} {self._folder} cannot be written to: {error.strerror or error}; make room there, or "
+                "name another folder."
+            ) from error
+
+    def _enter(self) -> RunLock:
         self._folder.mkdir(parents=True, exist_ok=True)
         while self._file is None:
             file = os.open(self._folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)

@@ -45,6 +45,10 @@ class Engine:
         if self._fault == "hangs":
             threading.Event().wait()
         self._taken |= self._inbox.take(payload)[1]
+        if self._fault == "hangs afterwards":
+            threading.Event().wait()
+        if self._fault == "raises afterwards":
+            raise MemoryError("no room for a layer")
 
     def end_update(self, manifest: dict[str, int], version: int) -> None:
         assert self._taken == manifest
@@ -73,6 +77,11 @@ def test_engines_that_take_a_broadcast_hold_the_whole_model() -> None:
 def test_an_engine_that_fails_before_a_broadcast_is_named_with_its_reason() -> None:
     with pytest.raises(RunError, match="rollout engine 1 did not take the weights: MemoryError: no room for a bucket"):
         broadcast_to(None, "raises", timeout=100.0)
+
+
+def test_an_engine_that_fails_while_another_is_waited_for_is_named_at_once() -> None:
+    with pytest.raises(RunError, match="rollout engine 1 did not take the weights: MemoryError: no room for a layer"):
+        broadcast_to("hangs afterwards", "raises afterwards", timeout=100.0)
 
 
 def test_an_engine_that_never_takes_part_in_a_broadcast_is_named_when_the_time_is_up() -> None:

@@ -14,7 +14,7 @@ import torch
 from openrlhf.agents import runner
 from openrlhf.agents.base import TemplatedText
 from openrlhf.agents.reward import RewardResult
-from openrlhf.agents.runner import run_sample
+from openrlhf.agents.runner import _describe, run_sample
 from openrlhf.agents.single_turn import SingleTurnAgentExecutor
 from openrlhf.data.prompts import PromptRecord
 from openrlhf.data.trajectory import Trajectory
@@ -303,3 +303,21 @@ def test_a_try_that_succeeds_leaves_no_failure_behind() -> None:
     executor.retries = 3
     trajectory = run(executor)
     assert (trajectory.reward, trajectory.failure, outcomes) == (0.5, None, [])
+
+
+class SpeechlessError(Exception):
+    """Its message is a fault of its own."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_whose_message_cannot_be_read_is_that_samples_failure_alone() -> None:
+    assert _describe(_raised(SpeechlessError())).startswith("SpeechlessError: its message cannot be read (at ")
+
+
+def _raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught

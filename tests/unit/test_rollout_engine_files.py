@@ -67,7 +67,7 @@ class _Model(BaseModel):
 def test_an_error_of_several_lines_is_told_by_what_was_wrong() -> None:
     with pytest.raises(ValidationError) as caught:
         _Model(architecture="Odd")
-    assert describe_start(caught.value) == "Model architectures ['Odd'] are not supported for now."
+    assert describe_start(caught.value) == "architecture: Model architectures ['Odd'] are not supported for now."
     assert describe_start(TypeError("unexpected\n keyword 'x'")) == "TypeError: unexpected keyword 'x'"
 
 

@@ -105,7 +105,10 @@ def test_a_file_system_without_locks_is_a_warning(number, tmp_path, monkeypatch)
     assert len(said) == 2 and f"{tmp_path} lies on a file system without locks" in said[0]
 
 
-def test_a_folder_that_cannot_be_made_is_no_matter_of_locks(tmp_path):
+def test_a_folder_that_cannot_be_made_is_named_with_its_flag(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError), lock(tmp_path / "file" / "out"):
+    with (
+        pytest.raises(ConfigError, match=r"--\S+ .*/file/out cannot be written to: Not a directory"),
+        lock(tmp_path / "file" / "out"),
+    ):
         pass

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from openrlhf.config import LoggerConfig, PPOCkptConfig
+from openrlhf.config import ConfigError, LoggerConfig, PPOCkptConfig
 from openrlhf.tracking.jsonl import read_jsonl
 from openrlhf.tracking.progress import Console
+from openrlhf.trainer.best import BestModel
 from openrlhf.trainer.controller import Models
 from openrlhf.trainer.rl_metrics import StepMetrics
 from openrlhf.trainer.rl_outputs import OutputSettings, RLOutputs
@@ -157,6 +158,31 @@ def test_the_states_of_the_best_evaluation_outlive_their_turn_and_a_resumed_run_
     room.step(value=0.9)
     room.step(value=0.2)
     assert room.outputs._states.actor.folder(6).is_dir() and not room.outputs._states.actor.folder(2).is_dir()
+
+
+def test_a_resumed_run_that_is_asked_for_another_metric_starts_its_search_for_the_best_anew(tmp_path: Path) -> None:
+    best = BestModel("", tmp_path)
+    assert best.improves(1, {"eval/sums_pass1": 0.9, "eval/sums_reward": 0.1})
+    state = best.state_dict()
+
+    same = BestModel("eval_sums_pass1", tmp_path)
+    assert same.load_state_dict(state) is None
+    assert not same.improves(2, {"eval/sums_pass1": 0.8, "eval/sums_reward": 0.2})
+
+    other = BestModel("eval/sums_reward", tmp_path)
+    assert other.load_state_dict(state) == (
+        "--ckpt.best_metric_key eval/sums_reward: the best model so far is that of eval/sums_pass1, which counts no "
+        "longer"
+    )
+    assert other.improves(2, {"eval/sums_pass1": 0.8, "eval/sums_reward": 0.2})
+
+    none = BestModel("none", tmp_path)
+    assert none.load_state_dict(state) is not None and not none.improves(2, {"eval/sums_pass1": 1.0})
+
+    missing = BestModel("eval/typo", tmp_path)
+    missing.load_state_dict(state)
+    with pytest.raises(ConfigError, match="--ckpt.best_metric_key eval/typo: the evaluation has no such metric"):
+        missing.improves(2, {"eval/sums_pass1": 1.0})
 
 
 @pytest.fixture
