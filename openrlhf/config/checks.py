@@ -96,8 +96,8 @@ def _with_absolute_paths(config: TrainingConfig) -> TrainingConfig:
         critic=dataclasses.replace(config.critic, model_name_or_path=absolute(config.critic.model_name_or_path)),
         reward=dataclasses.replace(
             config.reward,
-            remote_url=absolute(config.reward.remote_url),
+            remote_url=absolute(config.reward.remote_url or None),
             model_name_or_path=",".join(absolute(name) for name in config.reward_models) or None,
         ),
-        train=dataclasses.replace(config.train, agent_func_path=absolute(config.train.agent_func_path)),
+        train=dataclasses.replace(config.train, agent_func_path=absolute(config.train.agent_func_path or None)),
     )

@@ -134,6 +134,9 @@ LAYOUTS = (
     Layout("Learning rate", "", (("learning rate", "actor/lr"), ("of the critic", "critic/lr"))),
 )
 
+# How the names of the metrics begin that users' files give.
+EXTRA = "extra/"
+
 # What evaluation measures: title, unit, and how the names of its metrics end. A metric belongs to the first that fits.
 EVALUATIONS = (
     ("Evaluation", "pass rate", re.compile(r"pass\d+$")),
@@ -206,9 +209,23 @@ def panels(run: Run) -> list[Panel]:
         if series and not (layout.log and all(not value > 0 for s in series for value in s.y)):
             found.append(Panel(layout.title, layout.unit, series, log=layout.log))
     found[1:1] = _evaluation_panels(run)
+    found += _extra_panels(run)
     times = _time_panel(run)
     if times is not None:
         found.append(times)
+    return found
+
+
+def _extra_panels(run: Run) -> list[Panel]:
+    """One panel for each number that a user's reward function or agent has logged."""
+    found = []
+    for name in run.names:
+        if name.startswith(EXTRA):
+            label = name.removeprefix(EXTRA)
+            layout = Layout(f"Extra: {label}", "mean over samples", ((label, name),), smooth=True)
+            series = _series(run, label, name, layout)
+            if series:
+                found.append(Panel(layout.title, layout.unit, series))
     return found
 
 

@@ -11,8 +11,17 @@ from openrlhf.config.plan import Plan, training_memory
 from openrlhf.data.batching import split_updates
 from openrlhf.data.sft import SFTDataset
 from openrlhf.data.sources import load_dataset_mix
-from openrlhf.trainer.dry_run_parts import PEEK, add_memory, add_model, data_cells, plan_tokenizer, sizes_words
+from openrlhf.trainer.dry_run_parts import (
+    PEEK,
+    add_memory,
+    add_model,
+    data_cells,
+    file_cells,
+    plan_tokenizer,
+    sizes_words,
+)
 from openrlhf.trainer.dry_run_rl import rl_plan
+from openrlhf.trainer.supervised_outputs import refuse_used, state_to_resume
 
 
 def run(config: SFTConfig | PPOConfig) -> None:
@@ -65,6 +74,8 @@ def sft_plan(config: SFTConfig) -> Plan:
             ("ranks", f"{ranks}"),
         ],
     )
+    refuse_used(config.ckpt)
+    plan.add("files", file_cells(config.ckpt, state_to_resume(config.ckpt)))
     tokens = config.train.micro_batch_size * data.max_len
     checkpointing = config.model.gradient_checkpointing_enable
     memory = {"model": training_memory(facts, config.ds, ranks=ranks, tokens=tokens, checkpointing=checkpointing)}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.config import ConfigError, PPOConfig, SFTConfig
+from openrlhf.config import CkptConfig, ConfigError, PPOConfig, SFTConfig
 from openrlhf.config.plan import ModelFacts, Plan, count_words, memory_rows, size_words
 from openrlhf.data.rows import Rows
 from openrlhf.models.loading import context_length, load_config, load_tokenizer
@@ -126,3 +127,13 @@ def plan_tokenizer(config: SFTConfig | PPOConfig, path: str) -> Any:
 def sizes_words(updates: Sequence[int]) -> str:
     low, high = min(updates), max(updates)
     return str(low) if low == high else f"{low} to {high}"
+
+
+def file_cells(ckpt: CkptConfig, state: Path | None) -> Cells:
+    """Returns: where a run would write, and the ``state`` that it would go on from."""
+    cells: Cells = [("model, metrics", ckpt.output_dir)]
+    if ckpt.save_steps > 0:
+        cells.append(("states", f"{ckpt.path}, every {ckpt.save_steps} steps"))
+    if ckpt.load_enable:
+        cells.append(("goes on from", str(state) if state is not None else "nothing: there is no state yet"))
+    return cells

@@ -21,6 +21,7 @@ from openrlhf.trainer.dry_run_parts import (
     add_memory,
     add_model,
     data_cells,
+    file_cells,
     model_facts,
     plan_tokenizer,
     resources,
@@ -52,8 +53,22 @@ def rl_plan(config: PPOConfig) -> Plan:
         batches.append(("evaluation", f"{samples}; at the start, every {config.eval.steps} steps and at the end"))
     plan.add("data", cells)
     plan.add("batches", batches)
+    plan.add("files", rl_file_cells(config, len(rows)))
     add_placement(plan, config, facts, len(rows))
     return plan
+
+
+def rl_file_cells(config: PPOConfig, num_prompts: int) -> Cells:
+    """Returns: where the run would write, and what it would go on from.
+
+    Raises: ConfigError, where states of another run lie there.
+    """
+    from openrlhf.trainer.rl_specs import output_settings
+    from openrlhf.trainer.rl_states import RLStates
+
+    states = RLStates(config.ckpt, has_critic=config.has_critic)
+    states.check(output_settings(config, num_prompts).fixed)
+    return file_cells(config.ckpt, states.to_resume())
 
 
 def add_scalar_models(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts]) -> None:

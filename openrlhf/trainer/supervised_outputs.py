@@ -58,7 +58,7 @@ def sole_run(ckpt: CkptConfig, warn: Callable[[str], None]) -> Iterator[None]:
         if dist.get_rank() == 0:
             try:
                 held.enter_context(locked(ckpt, warn))
-                _refuse_used(ckpt)
+                refuse_used(ckpt)
             except (ConfigError, OSError) as error:
                 problem = error
         raise_if_any(f"taking {ckpt.output_dir}", problem)
@@ -69,7 +69,13 @@ def _store_of(ckpt: CkptConfig) -> CheckpointStore:
     return CheckpointStore(Path(ckpt.path), max_num=ckpt.max_num, max_mem_gb=ckpt.max_mem)
 
 
-def _refuse_used(ckpt: CkptConfig) -> None:
+def state_to_resume(ckpt: CkptConfig) -> Path | None:
+    """Returns: the state that the run goes on from; None where it starts at its first step."""
+    return _store_of(ckpt).latest() if ckpt.load_enable else None
+
+
+def refuse_used(ckpt: CkptConfig) -> None:
+    """Raises ConfigError where a new run would save beside states of another one."""
     store = _store_of(ckpt)
     resumable = store.latest() is not None
     if ckpt.save_steps > 0 and not (ckpt.load_enable and resumable):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import parse, resolve, to_flags_yaml
+from openrlhf.config.flags import flags_of
 
 COMMANDS = ["train_sft", "train_ppo_ray"]
 
@@ -47,3 +48,9 @@ def test_a_resumed_run_keeps_the_name_that_it_began_with(command: str, tmp_path:
 def test_half_a_file_of_settings_costs_the_name_alone(left: str, tmp_path: Path) -> None:
     config = _resolved("train_sft", "--ckpt.load_enable", earlier=left, out=tmp_path)
     assert config.logger.wandb.run_name.startswith("train_sft_")
+
+
+@pytest.mark.parametrize("flag", ["reward.remote_url", "train.agent_func_path"])
+def test_an_empty_text_unsets_a_users_file(flag: str) -> None:
+    config = _resolved("train_ppo_ray", f"--{flag}", "")
+    assert flags_of(type(config))[flag].value(config) is None

@@ -90,6 +90,21 @@ def test_a_critic_that_is_the_policy_gets_a_new_head_and_an_agent_rewards_for_it
     assert "reward reward.py" in alone and not any(line.startswith(("critic", "models with")) for line in alone)
 
 
+def test_a_plan_says_where_the_run_would_write_and_refuses_what_the_run_would(here: Path, tmp_path: Path) -> None:
+    flags = ["--ckpt.path", str(tmp_path / "states"), "--ckpt.output_dir", str(tmp_path / "out")]
+    saves = [*flags, "--ckpt.save_steps", "5"]
+    assert f"model, metrics {tmp_path}/out" in lines_of(*flags)
+    assert not any(line.startswith(("states ", "goes on")) for line in lines_of(*flags))
+    assert f"states {tmp_path}/states, every 5 steps" in lines_of(*saves)
+    assert "goes on from nothing: there is no state yet" in lines_of(*saves, "--ckpt.load_enable")
+    for role in ("_actor", "_critic"):
+        state = tmp_path / "states" / role / "global_step3"
+        state.mkdir(parents=True)
+        (state / "complete").touch()
+    with pytest.raises(ConfigError, match=r"--ckpt.path \S+/states"):
+        lines_of(*saves)
+
+
 def test_evaluation_prompts_are_looked_at_and_counted(here: Path) -> None:
     flags = ["--eval.dataset", "held_out.jsonl", "--eval.steps", "3", "--eval.n_samples_per_prompt", "2"]
     lines = lines_of(*flags)

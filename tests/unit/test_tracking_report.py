@@ -129,6 +129,14 @@ def test_a_run_with_critic_filter_correction_and_evaluation_shows_each_of_them(t
     assert len(shown["Gradient norm"].series) == 4
 
 
+def test_what_a_reward_function_logs_has_a_panel_of_its_own(tmp_path):
+    write_metrics(
+        tmp_path, [row | {"extra/words": float(n), "extra/none": math.nan} for n, row in enumerate(rl_rows(3))]
+    )
+    shown = {panel.title: panel for panel in panels(load_run(tmp_path))}
+    assert shown["Extra: words"].series[0].y == [0.0, 1.0, 2.0] and "Extra: none" not in shown
+
+
 def test_what_a_model_wrote_stands_in_the_page_as_text(tmp_path):
     write_metrics(tmp_path, [{"reward/mean": 1.0, "<b>eval": 1.0, 'eval/"><script>': 2.0}])
     write_rollouts(tmp_path, [1])
