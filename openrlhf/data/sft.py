@@ -14,8 +14,9 @@ from tqdm import tqdm
 from openrlhf.config.checks_data import check_response, check_slots
 from openrlhf.config.errors import ConfigError
 from openrlhf.data.errors import DataError
+from openrlhf.data.responses import append_eos, encode_conversation, encode_response, text_of, without_end
 from openrlhf.data.rows import Rows, nothing_in, required_field, row_error
-from openrlhf.data.spans import encode_marked, mark_assistant, turn_end
+from openrlhf.data.spans import turn_end
 from openrlhf.data.tables import Row
 from openrlhf.data.templates import (
     already_templated,
@@ -106,26 +107,7 @@ def _encode_text(tokenizer: Any, prompt: Any, response: Any, form: SFTFormat) ->
         tokenizer, prompt, apply_chat_template=form.apply_chat_template, input_template=form.input_template
     )
     end = turn_end(tokenizer) if form.apply_chat_template else ""
-    return _encode_response(tokenizer, rendered.text, rendered.templated, _text(response, form.output_key), end)
-
-
-def _encode_response(
-    tokenizer: Any, prompt: str, templated: bool, response: str, end: str
-) -> tuple[list[int], list[bool]]:
-    """Tokens of ``prompt`` as they are at inference, then those of the response, closed by ``end`` or else EOS."""
-    closing = end or tokenizer.eos_token or ""
-    bare = response.rstrip()
-    if any(token and bare.endswith(token) for token in (end, tokenizer.eos_token)):
-        response, closing = bare, ""
-    prompt_ids = encode(tokenizer, prompt, templated=templated)
-    if not prompt_ids:
-        raise ValueError(f"the tokenizer makes no token of the prompt {prompt[:40]!r}")
-    ids = encode(tokenizer, prompt + response, templated=templated) if response else list(prompt_ids)
-    if ids[: len(prompt_ids)] != prompt_ids:
-        # The border falls inside a token. At inference the prompt stands alone, so it does here.
-        ids = prompt_ids + encode(tokenizer, response, templated=True)
-    ids += encode(tokenizer, closing, templated=True) if closing else []
-    return ids, [False] * len(prompt_ids) + [True] * (len(ids) - len(prompt_ids))
+    return encode_response(tokenizer, rendered.text, rendered.templated, text_of(response, form.output_key), end)
 
 
 def _encode_chat(tokenizer: Any, value: Any, response: Any, form: SFTFormat) -> tuple[list[int], list[bool]]:
@@ -136,21 +118,13 @@ def _encode_chat(tokenizer: Any, value: Any, response: Any, form: SFTFormat) -> 
     first = len(messages) - 1
     if response is not None:
         first = len(messages)
-        messages += as_messages(_without_end(response, turn_end(tokenizer)), role="assistant")
+        messages += as_messages(without_end(response, turn_end(tokenizer)), role="assistant")
     elif messages[-1]["role"] != "assistant" and not form.multiturn:
         raise ValueError(
             "the last message is not the assistant's, so that there is no response; --data.output_key names the "
             "column of the response where it stands apart, --data.multiturn trains on earlier turns"
         )
-    marked = mark_assistant(tokenizer, messages, first=0 if form.multiturn else first)
-    ids, mask = encode_marked(tokenizer, marked.text, marked.spans)
-    if True not in mask:
-        raise ValueError("the chat template renders nothing of the assistant's messages")
-    end = len(mask) - mask[::-1].index(True)
-    ids, mask = ids[:end], mask[:end]
-    if not marked.closed:
-        _append_eos(tokenizer, ids, mask)
-    return ids, mask
+    return encode_conversation(tokenizer, messages, first=0 if form.multiturn else first)
 
 
 def _encode_whole(tokenizer: Any, value: Any, response: Any, form: SFTFormat) -> tuple[list[int], list[bool]]:
@@ -161,7 +135,7 @@ def _encode_whole(tokenizer: Any, value: Any, response: Any, form: SFTFormat) ->
         ids = encode(tokenizer, render_messages(tokenizer, messages), templated=True)
         marker = None
     else:
-        text = _text(value, form.input_key) + ("" if response is None else _text(response, form.output_key))
+        text = text_of(value, form.input_key) + ("" if response is None else text_of(response, form.output_key))
         if not text.strip():
             raise ValueError("the text is empty")
         ids = encode(tokenizer, text, templated=False)
@@ -170,28 +144,8 @@ def _encode_whole(tokenizer: Any, value: Any, response: Any, form: SFTFormat) ->
         raise ValueError("the tokenizer makes no token of the text")
     mask = [True] * len(ids)
     if marker is not None:
-        _append_eos(tokenizer, ids, mask)
+        append_eos(tokenizer, ids, mask)
     return ids, mask
-
-
-def _append_eos(tokenizer: Any, ids: list[int], mask: list[bool]) -> None:
-    """Ends a row with EOS, as one more token, unless it has it."""
-    if tokenizer.eos_token_id is not None and ids[-1] != tokenizer.eos_token_id:
-        ids.append(tokenizer.eos_token_id)
-        mask.append(True)
-
-
-def _without_end(response: Any, end: str) -> Any:
-    """Returns: the response without the token that the template is about to write behind it."""
-    if isinstance(response, str) and end and response.rstrip().endswith(end):
-        return response.rstrip().removesuffix(end)
-    return response
-
-
-def _text(value: Any, key: str | None) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"column {key!r}: expected text, found {type(value).__name__}")
-    return value
 
 
 class SFTDataset:
