@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrlhf.config.commands import PPOConfig, SFTConfig, TrainingConfig
+from openrlhf.config.commands import DPOConfig, PPOConfig, RMConfig, SFTConfig, TrainingConfig
 from openrlhf.config.data import CorpusConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.mixing import mixing_weights, split_names
@@ -29,6 +29,8 @@ def check_data(config: TrainingConfig) -> None:
         raise ConfigError("--eval.steps is set without --eval.dataset; name what to evaluate on, or leave it out.")
     if isinstance(config, SFTConfig):
         check_sft(config)
+    if isinstance(config, RMConfig | DPOConfig):
+        check_pair_columns(data.prompt_key, data.chosen_key, data.rejected_key)
     if rl and data.max_len <= (config.rollout.max_new_tokens or 0):
         raise ConfigError(
             f"--rollout.max_new_tokens {config.rollout.max_new_tokens} leaves no room for a prompt in --data.max_len "
@@ -93,3 +95,14 @@ def check_response(output_key: str | None, *, chat: bool, multiturn: bool, pretr
             "--data.output_key is missing: name the column of the response, or give conversations with "
             "--data.apply_chat_template, or train on all text with --model.pretrain_mode_enable."
         )
+
+
+def check_pair_columns(prompt_key: str | None, chosen_key: str, rejected_key: str) -> None:
+    """Raises ConfigError where two of the columns of a pair are one; each argument is the flag of its name."""
+    named = [("prompt_key", prompt_key), ("chosen_key", chosen_key), ("rejected_key", rejected_key)]
+    for place, (flag, key) in enumerate(named):
+        for other, same in named[place + 1 :]:
+            if key == same:
+                raise ConfigError(
+                    f"--data.{flag} and --data.{other} both name the column {key!r}; each needs a column of its own."
+                )
