@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +11,20 @@ import torch
 from openrlhf.algorithms.aggregate import aggregate
 from openrlhf.backends.base import Backend
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
-from openrlhf.backends.distributed import init_distributed, shutdown_distributed
 from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import SFTConfig, to_flags_yaml
-from openrlhf.config.errors import ConfigError
-from openrlhf.config.parse import print_note
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
-from openrlhf.data.sources import load_dataset_mix
-from openrlhf.models.loading import load_tokenizer
-from openrlhf.trainer.process import choose_device, make_deterministic, prepare_process, rank_from_environment
-from openrlhf.trainer.supervised import LoopSettings, SupervisedTrainer, planned_steps
-from openrlhf.trainer.supervised_outputs import SupervisedOutputs, sole_run
+from openrlhf.trainer.supervised import SupervisedTrainer, planned_steps
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs
+from openrlhf.trainer.supervised_run import (
+    check_vocabulary,
+    evaluation_rows,
+    fixed_settings,
+    loop_settings,
+    run_supervised,
+    training_rows,
+)
 
 
 class SFTObjective:
@@ -64,28 +65,7 @@ def run(config: SFTConfig) -> None:
         ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
         RankError: something could not be written or read, on all ranks.
     """
-    device = choose_device(config.device)
-    if config.train.full_determinism_enable:
-        make_deterministic()
-    speaking = rank_from_environment() == 0
-    prepare_process(device, bars=speaking and sys.stdout.isatty())
-    tokenizer = load_tokenizer(
-        config.model.model_name_or_path,
-        use_fast=not config.data.disable_fast_tokenizer,
-        trust_remote_code=config.trust_remote_code,
-        chat_template=config.data.tokenizer_chat_template,
-    )
-    # Before the ranks meet: what is wrong with the data is then said within seconds.
-    data = load_data(config, tokenizer, progress=speaking)
-    evaluation = load_evaluation(config, tokenizer, progress=speaking)
-    if speaking:
-        for name, part in (("training", data), ("evaluation", evaluation)):
-            if part is not None:
-                print(f"{name} data: {part.summary()}", flush=True)
-    init_distributed(device)
-    with sole_run(config.ckpt, print_note):
-        train(config, tokenizer, data, evaluation, device=device)
-    shutdown_distributed()
+    run_supervised(config, load_data, load_evaluation, train)
 
 
 def train(
@@ -100,14 +80,7 @@ def train(
 
     Returns: the backend with the trained model.
     """
-    settings = LoopSettings(
-        batch_size=config.train.batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        max_epochs=config.train.max_epochs,
-        eval_steps=config.eval.steps,
-        save_steps=config.ckpt.save_steps,
-        profile=config.logger.profiled,
-    )
+    settings = loop_settings(config)
     backend = _backend(config, device, total_steps=planned_steps(len(data), settings))
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
     outputs = SupervisedOutputs(
@@ -126,7 +99,7 @@ def train(
         settings,
         outputs,
         seed=config.train.seed,
-        fixed=_fixed_settings(config),
+        fixed=fixed_settings(config),
         eval_objective=None if evaluation is None else SFTObjective(evaluation, tokenizer.pad_token_id),
     )
     try:
@@ -136,34 +109,12 @@ def train(
     return backend
 
 
-def _fixed_settings(config: SFTConfig) -> dict[str, Any]:
-    optimizer, adam = config.optimizer, config.optimizer.adam
-    return {
-        "--train.batch_size": config.train.batch_size,
-        "--train.max_epochs": config.train.max_epochs,
-        "--lr_scheduler": optimizer.lr_scheduler,
-        "--lr_warmup_ratio": optimizer.lr_warmup_ratio,
-        "--min_lr_ratio": optimizer.min_lr_ratio,
-        "--adam.lr": adam.lr,
-        "--adam.betas": tuple(adam.betas),
-        "--adam.eps": adam.eps,
-        "--adam.weight_decay": adam.weight_decay,
-    }
-
-
 def load_data(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
     """Returns: the training data.
 
     Raises: ConfigError, DataError.
     """
-    rows = load_dataset_mix(
-        config.data.dataset,
-        config.data.dataset_probs,
-        split=config.data.dataset_split,
-        max_samples=config.data.max_samples,
-        seed=config.train.seed,
-        use_ms=config.use_ms,
-    )
+    rows = training_rows(config)
     return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
 
 
@@ -172,16 +123,9 @@ def load_evaluation(config: SFTConfig, tokenizer: Any, *, progress: bool = False
 
     Raises: ConfigError, DataError.
     """
-    if config.eval.dataset is None or config.eval.steps <= 0:
+    rows = evaluation_rows(config)
+    if rows is None:
         return None
-    rows = load_dataset_mix(
-        config.eval.dataset,
-        None,
-        split=config.eval.split,
-        max_samples=config.data.max_samples,
-        seed=config.train.seed,
-        use_ms=config.use_ms,
-    )
     return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
 
 
@@ -195,17 +139,6 @@ def data_format(config: SFTConfig) -> SFTFormat:
         multiturn=config.data.multiturn,
         pretrain_mode=config.model.pretrain_mode_enable,
     )
-
-
-def check_vocabulary(backend: DeepSpeedBackend, parts: Sequence[SFTDataset], model: str) -> None:
-    """Raises: ConfigError where the tokenizer writes ids that the model has no embedding for."""
-    known = backend.module.get_input_embeddings().num_embeddings
-    largest = max(part.largest_token for part in parts)
-    if largest >= known:
-        raise ConfigError(
-            f"the tokenizer of --model.model_name_or_path {model} writes token {largest}, and the model has only "
-            f"{known} embeddings: take the tokenizer that belongs to the model, or resize its embeddings first"
-        )
 
 
 def _backend(config: SFTConfig, device: str, total_steps: int) -> DeepSpeedBackend:
