@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 
 from openrlhf.config.algo import WHITENING_ESTIMATORS
 from openrlhf.config.checks_data import template_notes
-from openrlhf.config.commands import Config, PPOConfig, SFTConfig, TrainingConfig
+from openrlhf.config.commands import Config, DPOConfig, PPOConfig, RMConfig, SFTConfig, TrainingConfig
 from openrlhf.config.flags import flags_of
 
 
@@ -41,6 +41,25 @@ TRAINING = (
     ),
     Dependent(
         ("data.tokenizer_chat_template",), lambda c: c.data.apply_chat_template, "without --data.apply_chat_template"
+    ),
+)
+PAIRS = (
+    Dependent(
+        ("data.input_template",),
+        lambda c: c.data.prompt_key is not None,
+        "without --data.prompt_key: the responses contain their prompt as it stands",
+    ),
+)
+REWARD_MODEL = (
+    Dependent(
+        ("ds.value_head_prefix",),
+        lambda c: False,
+        "here: the head is new, and exported as score, the name that transformers looks for",
+    ),
+    Dependent(
+        ("model.compute_fp32_loss_enable",),
+        lambda c: False,
+        "here: the head, its scores and the loss are computed in float32 in every case",
     ),
 )
 EVERY = (
@@ -161,8 +180,13 @@ def notes(config: Config) -> list[str]:
     if not isinstance(config, TrainingConfig):
         return []
     rl = isinstance(config, PPOConfig)
+    dependents = EVERY + (RL if rl else TRAINING)
+    if isinstance(config, RMConfig | DPOConfig):
+        dependents += PAIRS
+    if isinstance(config, RMConfig):
+        dependents += REWARD_MODEL
     found = []
-    for dependent in EVERY + (RL if rl else TRAINING):
+    for dependent in dependents:
         changed = _changed(config, dependent.flags)
         if changed and not dependent.matters(config):
             verb = "has" if len(changed) == 1 else "have"

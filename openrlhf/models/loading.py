@@ -362,3 +362,27 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
         raise
     except Exception as error:
         raise OSError(str(error)) from error
+
+
+def keep_pad_apart(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> bool:
+    """Gives a tokenizer that pads with the end of a row another pad token, one that ends no row.
+
+    transformers takes every pad token at the end of a row for padding, so it would score an exported reward model one
+    token too early there.
+
+    Args:
+        ends: ids that end rows, beside the tokenizer's EOS.
+
+    Returns: whether padding and end are apart now.
+    """
+    ends = {*ends, tokenizer.eos_token_id}
+    if tokenizer.pad_token_id not in ends:
+        return True
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    unused = [token for token in special if token not in (tokenizer.chat_template or "")]
+    candidates = [_spare_token(tokenizer), *(token for token in unused if "pad" in token), tokenizer.unk_token]
+    for token in (*candidates, tokenizer.bos_token, *unused):
+        if token is not None and tokenizer.convert_tokens_to_ids(token) not in ends:
+            tokenizer.pad_token = token
+            return True
+    return False

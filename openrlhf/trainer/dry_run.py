@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 
-from openrlhf.config import PPOConfig, SFTConfig, detect_device
+from openrlhf.config import PPOConfig, RMConfig, SFTConfig, detect_device
 from openrlhf.config.checks_training import training_ranks
 from openrlhf.config.commands import command_of
 from openrlhf.config.plan import Plan, training_memory
 from openrlhf.data.batching import split_updates
-from openrlhf.data.sft import SFTDataset
-from openrlhf.data.sources import load_dataset_mix
 from openrlhf.trainer.dry_run_parts import (
     PEEK,
     add_memory,
@@ -24,59 +22,56 @@ from openrlhf.trainer.dry_run_rl import rl_plan
 from openrlhf.trainer.supervised_outputs import refuse_used, state_to_resume
 
 
-def run(config: SFTConfig | PPOConfig) -> None:
+def run(config: SFTConfig | RMConfig | PPOConfig) -> None:
     """Prints the plan of a run, on one rank.
 
     Raises:
         ConfigError, DataError: what the run would fail on.
     """
-    plan = rl_plan(config) if isinstance(config, PPOConfig) else sft_plan(config)
+    plan = rl_plan(config) if isinstance(config, PPOConfig) else supervised_plan(config)
     if int(os.environ.get("RANK", 0)) == 0:
         print(plan.text())
 
 
-def sft_plan(config: SFTConfig) -> Plan:
-    """Returns: the plan of `train_sft`.
+def supervised_plan(config: SFTConfig | RMConfig) -> Plan:
+    """Returns: the plan of `train_sft` or `train_rm`.
 
     Raises: ConfigError, DataError.
     """
-    from openrlhf.trainer.sft import data_format
+    from openrlhf.trainer import rm, sft
+    from openrlhf.trainer.supervised_run import evaluation_rows, training_rows
 
+    pairs = isinstance(config, RMConfig)
+    tokenise = rm.tokenise if pairs else sft.tokenise
     plan = Plan(f"Plan of {command_of(config)} (nothing was started)")
-    facts = add_model(plan, config, config.model.model_name_or_path)
+    facts = add_model(plan, config, config.model.model_name_or_path, scalar=pairs)
     tokenizer = plan_tokenizer(config, config.model.model_name_or_path)
-    data = config.data
-    rows = load_dataset_mix(
-        data.dataset, data.dataset_probs, split=data.dataset_split, max_samples=data.max_samples,
-        seed=config.train.seed, use_ms=config.use_ms,
-    )  # fmt: skip
-    peek = SFTDataset(rows.take(PEEK), tokenizer, data_format(config), max_len=data.max_len)
-    cells = data_cells("data.dataset", data.dataset, rows)
+    rows = training_rows(config)
+    peek = tokenise(config, rows.take(PEEK), tokenizer)
+    cells = data_cells("data.dataset", config.data.dataset, rows)
     cells.append((f"first {min(PEEK, len(rows))} rows", peek.summary()))
-    if config.eval.dataset is not None and config.eval.steps > 0:
-        held_out = load_dataset_mix(
-            config.eval.dataset, None, split=config.eval.split, max_samples=data.max_samples, seed=config.train.seed,
-            use_ms=config.use_ms,
-        )  # fmt: skip
-        SFTDataset(held_out.take(PEEK), tokenizer, data_format(config), max_len=data.max_len)
+    held_out = evaluation_rows(config)
+    if held_out is not None:
+        tokenise(config, held_out.take(PEEK), tokenizer)
         cells += data_cells("eval.dataset", config.eval.dataset, held_out)
     plan.add("data", cells)
 
     ranks, _ = training_ranks(config)
+    unit = "pairs" if pairs else "rows"
     updates = split_updates(len(rows), config.train.batch_size)
     plan.add(
         "batches",
         [
-            ("updates an epoch", f"{len(updates)} of {sizes_words(updates)} rows"),
+            ("updates an epoch", f"{len(updates)} of {sizes_words(updates)} {unit}"),
             ("epochs", f"{config.train.max_epochs}"),
             ("updates in all", f"{len(updates) * config.train.max_epochs}"),
-            ("rows of a forward", f"up to {config.train.micro_batch_size} a rank"),
+            (f"{unit} of a forward", f"up to {config.train.micro_batch_size} a rank"),
             ("ranks", f"{ranks}"),
         ],
     )
     refuse_used(config.ckpt)
     plan.add("files", file_cells(config.ckpt, state_to_resume(config.ckpt)))
-    tokens = config.train.micro_batch_size * data.max_len
+    tokens = config.train.micro_batch_size * config.data.max_len * (2 if pairs else 1)
     checkpointing = config.model.gradient_checkpointing_enable
     memory = {"model": training_memory(facts, config.ds, ranks=ranks, tokens=tokens, checkpointing=checkpointing)}
     add_memory(plan, memory, [(("model",), ranks)], detect_device(config.device))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.config import CkptConfig, ConfigError, PPOConfig, SFTConfig
+from openrlhf.config import CkptConfig, ConfigError, PPOConfig
+from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.plan import ModelFacts, Plan, count_words, memory_rows, size_words
 from openrlhf.data.rows import Rows
 from openrlhf.models.loading import context_length, load_config, load_tokenizer
@@ -21,12 +22,15 @@ PEEK = 200
 Cells = list[Sequence[str]]
 
 
-def add_model(plan: Plan, config: SFTConfig | PPOConfig, path: str) -> ModelFacts:
+def add_model(plan: Plan, config: TrainingConfig, path: str, *, scalar: bool = False) -> ModelFacts:
     """Adds what is known of the model without loading its weights.
+
+    Args:
+        scalar: with a scalar head in place of the one that gives logits.
 
     Raises: ConfigError where there is no such model.
     """
-    facts, kind = model_facts(path, config.trust_remote_code)
+    facts, kind = model_facts(path, config.trust_remote_code, scalar=scalar)
     cells = [("path", path), ("kind", f"{kind}, {count_words(facts.parameters)} parameters in {config.ds.param_dtype}")]
     if facts.context is not None:
         cells.append(("context", f"{facts.context} tokens, of which --data.max_len uses {config.data.max_len}"))
@@ -115,12 +119,12 @@ def resources() -> tuple[int, int | None, str]:
             ray.shutdown()
 
 
-def plan_tokenizer(config: SFTConfig | PPOConfig, path: str) -> Any:
+def plan_tokenizer(config: TrainingConfig, path: str) -> Any:
     return load_tokenizer(
         path,
         use_fast=not config.data.disable_fast_tokenizer,
         trust_remote_code=config.trust_remote_code,
-        chat_template=config.data.tokenizer_chat_template if isinstance(config, SFTConfig) else None,
+        chat_template=None if isinstance(config, PPOConfig) else config.data.tokenizer_chat_template,
     )
 
 

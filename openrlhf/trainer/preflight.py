@@ -1,4 +1,4 @@
-"""What the models of a run must allow before any process is started: the same for SFT and RL."""
+"""What the models of a run must allow before any process is started: the same for every training command."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import AutoModelForSequenceClassification
 
-from openrlhf.config import ConfigError, PPOConfig, SFTConfig
+from openrlhf.config import ConfigError, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.parse import print_note
 from openrlhf.data.templates import encode, render_prompt, require_chat_template
 from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
-from openrlhf.models.value_head import HeadSpec, prepare_head
+from openrlhf.models.value_head import HeadSpec, find_head, prepare_head
 
 
-def run(config: SFTConfig | PPOConfig) -> None:
+def run(config: SFTConfig | RMConfig | PPOConfig) -> None:
     """Reads configs, tokenizers and scalar heads of the models, no other weights.
 
     Raises:
@@ -23,6 +23,9 @@ def run(config: SFTConfig | PPOConfig) -> None:
     """
     if isinstance(config, SFTConfig):
         _check_context(config, config.model.model_name_or_path)
+        return
+    if isinstance(config, RMConfig):
+        _check_new_head(config)
         return
     _check_context(config, config.actor.model_name_or_path)
     policy = _tokenizer(config, config.actor.model_name_or_path)
@@ -34,6 +37,14 @@ def run(config: SFTConfig | PPOConfig) -> None:
         _check_reward_model(config, path, policy, written)
 
 
+def _check_new_head(config: RMConfig) -> None:
+    path = config.model.model_name_or_path
+    _check_scalar(config, path, "--model.model_name_or_path", fresh=True)
+    loaded = load_config(path, trust_remote_code=config.trust_remote_code)
+    if find_head(path, loaded, config.ds.value_head_prefix) is not None:
+        print_note(f"{path} has a scalar head; a new one takes its place.")
+
+
 def critic_flag(config: PPOConfig) -> str:
     """Returns: the flag that the critic's weights come from."""
     if config.critic.model_name_or_path:
@@ -41,7 +52,7 @@ def critic_flag(config: PPOConfig) -> str:
     return "--reward.model_name_or_path" if config.reward_models else "--actor.model_name_or_path"
 
 
-def _check_context(config: SFTConfig | PPOConfig, path: str) -> None:
+def _check_context(config: SFTConfig | RMConfig | PPOConfig, path: str) -> None:
     check_context(path, config.data.max_len, trust_remote_code=config.trust_remote_code)
 
 
@@ -80,7 +91,7 @@ def _check_reward_model(config: PPOConfig, path: str, policy: Any, written: set[
     _check_embeddings(config, path, tokenizer, written if same else text_tokens(tokenizer), flag)
 
 
-def _check_scalar(config: PPOConfig, path: str, flag: str, *, fresh: bool) -> None:
+def _check_scalar(config: RMConfig | PPOConfig, path: str, flag: str, *, fresh: bool) -> None:
     """Raises ConfigError where a model cannot give every token of a row one number."""
     _check_context(config, path)
     loaded = load_config(path, trust_remote_code=config.trust_remote_code)

@@ -14,6 +14,7 @@ from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import SFTConfig, to_flags_yaml
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
+from openrlhf.data.rows import Rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
 from openrlhf.trainer.supervised import SupervisedTrainer, planned_steps
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs
@@ -114,8 +115,7 @@ def load_data(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> S
 
     Raises: ConfigError, DataError.
     """
-    rows = training_rows(config)
-    return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+    return tokenise(config, training_rows(config), tokenizer, progress=progress)
 
 
 def load_evaluation(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset | None:
@@ -124,8 +124,14 @@ def load_evaluation(config: SFTConfig, tokenizer: Any, *, progress: bool = False
     Raises: ConfigError, DataError.
     """
     rows = evaluation_rows(config)
-    if rows is None:
-        return None
+    return None if rows is None else tokenise(config, rows, tokenizer, progress=progress)
+
+
+def tokenise(config: SFTConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
+    """Returns: the data that the rows make.
+
+    Raises: ConfigError, DataError.
+    """
     return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,9 @@ class Objective(Protocol):
     def units(self, items: Sequence[int]) -> int:
         """How many units the items have."""
 
-    def loss(self, backend: Backend, batch: PackedBatch, units: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss(
+        self, backend: Backend, batch: PackedBatch, units: int
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
         """Runs the model.
 
         Args:
@@ -80,7 +82,7 @@ def train_step(backend: Backend, objective: Objective, items: Sequence[int], mic
     """
     units = objective.units(items)
     sums = _Sums(backend)
-    for batch in _micro_batches(backend, objective, items, micro_batch_size):
+    for batch in micro_batches(backend, objective, items, micro_batch_size):
         loss, extra = objective.loss(backend, batch, units)
         backend.backward(loss)
         sums.add(loss, extra)
@@ -98,12 +100,15 @@ def evaluate(backend: Backend, objective: Objective, micro_batch_size: int) -> d
     items = range(len(objective.lengths))
     units = objective.units(items)
     sums = _Sums(backend)
-    for batch in _micro_batches(backend, objective, items, micro_batch_size):
+    for batch in micro_batches(backend, objective, items, micro_batch_size):
         sums.add(*objective.loss(backend, batch, units))
     return sums.reduced("eval")
 
 
-def _micro_batches(backend: Backend, objective: Objective, items: Sequence[int], micro_batch_size: int) -> Any:
+def micro_batches(
+    backend: Backend, objective: Objective, items: Sequence[int], micro_batch_size: int
+) -> Iterator[PackedBatch]:
+    """Yields: this rank's share of ``items``, as many micro-batches on every rank."""
     lengths = [int(objective.lengths[item]) for item in items]
     plan = plan_micro_batches(lengths, backend.world_size, micro_batch_size=micro_batch_size)
     for micro_batch in plan[backend.rank]:
@@ -116,17 +121,17 @@ class _Sums:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._loss: torch.Tensor | float = 0.0
-        self._extra: dict[str, float] = {}
+        self._extra: dict[str, torch.Tensor | float] = {}
 
-    def add(self, loss: torch.Tensor, extra: dict[str, float]) -> None:
-        # Kept as a tensor: reading its value would make the host wait for the accelerator after each micro-batch.
+    def add(self, loss: torch.Tensor, extra: Mapping[str, torch.Tensor | float]) -> None:
+        # Kept as tensors: reading their values would make the host wait for the accelerator after each micro-batch.
         self._loss = self._loss + loss.detach().double()
         for name, value in extra.items():
-            self._extra[name] = self._extra.get(name, 0.0) + float(value)
+            self._extra[name] = self._extra.get(name, 0.0) + value
 
     def reduced(self, part: str) -> dict[str, float]:
-        sums = {"loss": float(self._loss), **self._extra}
-        return {f"{name}/{part}": self._backend.all_reduce(sums[name]) for name in sorted(sums)}
+        sums = {"loss": self._loss, **self._extra}
+        return {f"{name}/{part}": self._backend.all_reduce(float(sums[name])) for name in sorted(sums)}
 
 
 class SupervisedTrainer:

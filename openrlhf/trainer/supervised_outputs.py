@@ -96,12 +96,14 @@ class SupervisedOutputs:
         command: str,
         title: str,
         config_yaml: str,
+        before_export: Callable[[], str] | None = None,
     ) -> None:
         """Args:
         shapes: of the model's parameters, which a state to go on from must share.
         command: names the run where --logger.wandb.run_name does not.
         title: of the report.
         config_yaml: the resolved settings.
+        before_export: a collective that adds what only the trained model tells to its config, and says so in a line.
         """
         self._backend = backend
         self._tokenizer = tokenizer
@@ -111,6 +113,7 @@ class SupervisedOutputs:
         self.command = command
         self._title = title
         self._yaml = config_yaml
+        self._before_export = before_export
         self._folder = Path(ckpt.output_dir)
         self.profile_folder = self._folder / FOLDER
         self._store = _store_of(ckpt)
@@ -211,6 +214,8 @@ class SupervisedOutputs:
 
         Raises: RankError where it could not be written.
         """
+        if self._before_export is not None:
+            self.note(self._before_export())
         self._backend.save_hf(folder)
 
         def write_rest() -> None:

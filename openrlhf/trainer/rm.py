@@ -1,0 +1,236 @@
+"""Reward models: what `train_rm` runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from openrlhf.algorithms.preference_reward import pairwise_loss
+from openrlhf.backends.base import Backend
+from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+from openrlhf.backends.shapes import parameter_shapes
+from openrlhf.config import RMConfig, to_flags_yaml
+from openrlhf.config.model import RMModelConfig
+from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_pairs
+from openrlhf.data.rows import Rows
+from openrlhf.models.loading import keep_pad_apart, load_config
+from openrlhf.models.value_head import HeadSpec
+from openrlhf.trainer.supervised import SupervisedTrainer, micro_batches, planned_steps
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs
+from openrlhf.trainer.supervised_run import (
+    check_vocabulary,
+    evaluation_rows,
+    fixed_settings,
+    loop_settings,
+    run_supervised,
+    training_rows,
+)
+
+# Pairs that are scored for the mean and the deviation of rewards: enough for two digits of both.
+STATISTICS_PAIRS = 2048
+
+
+class RewardObjective:
+    """The pairwise loss, as a mean over the pairs of an optimizer step."""
+
+    def __init__(self, data: PreferenceDataset, model: RMModelConfig, pad_token_id: int) -> None:
+        """Args:
+        model: which loss, and whether it reads margins.
+        pad_token_id: fills the batch of a rank that is short of pairs.
+        """
+        self._data = data
+        self._kind = model.loss_type
+        self._margin = model.margin_loss_enable
+        self._pad_token_id = pad_token_id
+        self.lengths = data.lengths
+
+    def pack(self, items: Sequence[int]) -> PackedBatch:
+        """Lays pairs end to end, the two rows of each side by side."""
+        return pack_pairs(self._data, items, self._pad_token_id)
+
+    def units(self, items: Sequence[int]) -> int:
+        """Pairs."""
+        return len(items)
+
+    def scores(self, backend: Backend, batch: PackedBatch) -> torch.Tensor:
+        """Returns: float32 [K, 2], the scores of the chosen and of the rejected row of each pair."""
+        rows = batch.num_rows - batch.pad_rows
+        return backend.row_scores(batch)[:rows].reshape(rows // 2, 2)
+
+    def loss(
+        self, backend: Backend, batch: PackedBatch, units: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+        """This batch's share of the mean loss over ``units`` pairs, and of accuracy and rewards."""
+        batch = batch.to(backend.device)
+        chosen, rejected = self.scores(backend, batch).unbind(1)
+        margin = batch.row_fields["margin"][: 2 * len(chosen) : 2] if self._margin else None
+        losses = pairwise_loss(chosen, rejected, margin, kind=self._kind)
+        better, worse = chosen.detach().double(), rejected.detach().double()
+        sums = {
+            "accuracy": (better > worse).double(),
+            "reward_chosen": better,
+            "reward_rejected": worse,
+            "reward_gap": better - worse,
+        }
+        return losses.sum() / units, {name: values.sum() / units for name, values in sums.items()}
+
+
+@torch.no_grad()
+def reward_statistics(backend: Backend, objective: RewardObjective, micro_batch_size: int) -> tuple[float, float, int]:
+    """Scores the rows of up to ``STATISTICS_PAIRS`` pairs, spread evenly over the data; collective.
+
+    Returns: mean and unbiased standard deviation of the scores, chosen and rejected ones together, and how many pairs.
+        The deviation of scores that are all equal is given as 1, by which they can be divided.
+    """
+    pairs = len(objective.lengths)
+    count = min(pairs, STATISTICS_PAIRS)
+    items = [place * pairs // count for place in range(count)]
+    found = [
+        objective.scores(backend, batch).flatten().double()
+        for batch in micro_batches(backend, objective, items, micro_batch_size)
+    ]
+    scores = torch.cat(found)
+    mean = backend.all_reduce(float(scores.sum())) / (2 * count)
+    squares = backend.all_reduce(float((scores - mean).square().sum()))
+    return mean, math.sqrt(squares / (2 * count - 1)) or 1.0, count
+
+
+def run(config: RMConfig) -> None:
+    """Trains a reward model on pairs of responses and writes it to --ckpt.output_dir.
+
+    Every rank of a launcher calls it; without a launcher the process is the only rank.
+
+    Raises:
+        ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
+        RankError: something could not be written or read, on all ranks.
+    """
+    run_supervised(config, load_data, load_evaluation, train)
+
+
+def train(
+    config: RMConfig, tokenizer: Any, data: PreferenceDataset, evaluation: PreferenceDataset | None, *, device: str
+) -> DeepSpeedBackend:
+    """Trains and exports, in a process group that stands; collective.
+
+    Args:
+        data: of training.
+        evaluation: held out; None where there is none.
+        device: "cpu" or "cuda".
+
+    Returns: the backend with the trained model.
+    """
+    settings = loop_settings(config)
+    _separate_padding(config, tokenizer)
+    backend = _backend(config, tokenizer, device, total_steps=planned_steps(len(data), settings))
+    check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
+    objective = RewardObjective(data, config.model, tokenizer.pad_token_id)
+    held_out = None if evaluation is None else RewardObjective(evaluation, config.model, tokenizer.pad_token_id)
+
+    def record_statistics() -> str:
+        """What --reward.normalize_enable reads; held-out pairs tell best what the model will say of new ones."""
+        mean, std, pairs = reward_statistics(backend, held_out or objective, settings.micro_batch_size)
+        backend.set_reward_statistics(mean, std)
+        kind = "training" if held_out is None else "held-out"
+        return f"rewards of {pairs} {kind} pairs: mean {mean:.4g}, standard deviation {std:.4g}, kept in config.json"
+
+    outputs = SupervisedOutputs(
+        backend,
+        tokenizer,
+        shapes=parameter_shapes(backend.module),
+        ckpt=config.ckpt,
+        logger=config.logger,
+        command="train_rm",
+        title="Reward model training",
+        config_yaml=to_flags_yaml(config),
+        before_export=record_statistics,
+    )
+    trainer = SupervisedTrainer(
+        backend,
+        objective,
+        settings,
+        outputs,
+        seed=config.train.seed,
+        fixed=_fixed_settings(config),
+        eval_objective=held_out,
+    )
+    try:
+        trainer.run()
+    finally:
+        outputs.close()
+    return backend
+
+
+def _fixed_settings(config: RMConfig) -> dict[str, Any]:
+    return fixed_settings(config) | {
+        "--model.loss_type": config.model.loss_type,
+        "--model.margin_loss_enable": config.model.margin_loss_enable,
+    }
+
+
+def _separate_padding(config: RMConfig, tokenizer: Any) -> None:
+    """The tokenizer is exported with the model; where no token is left to pad with, attaching the head warns."""
+    loaded = load_config(config.model.model_name_or_path, trust_remote_code=config.trust_remote_code)
+    ends = loaded.get_text_config().eos_token_id
+    keep_pad_apart(tokenizer, ends if isinstance(ends, list) else [ends])
+
+
+def load_data(config: RMConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+    """Returns: the training data.
+
+    Raises: ConfigError, DataError.
+    """
+    return tokenise(config, training_rows(config), tokenizer, progress=progress)
+
+
+def load_evaluation(config: RMConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset | None:
+    """Returns: the held-out data, in the format of the training data; None where nothing is to be evaluated.
+
+    Raises: ConfigError, DataError.
+    """
+    rows = evaluation_rows(config)
+    return None if rows is None else tokenise(config, rows, tokenizer, progress=progress)
+
+
+def tokenise(config: RMConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+    """Returns: the data that the rows make.
+
+    Raises: ConfigError, DataError.
+    """
+    return PreferenceDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+
+
+def data_format(config: RMConfig) -> PreferenceFormat:
+    """Returns: how rows become pairs."""
+    return PreferenceFormat(
+        prompt_key=config.data.prompt_key,
+        chosen_key=config.data.chosen_key,
+        rejected_key=config.data.rejected_key,
+        input_template=config.data.input_template,
+        apply_chat_template=config.data.apply_chat_template,
+        margin=config.model.margin_loss_enable,
+    )
+
+
+def _backend(config: RMConfig, tokenizer: Any, device: str, total_steps: int) -> DeepSpeedBackend:
+    head = HeadSpec(
+        prefix=config.ds.value_head_prefix,
+        fresh=True,
+        seed=config.train.seed,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return DeepSpeedBackend.for_training(
+        config.model.model_name_or_path,
+        ds=config.ds,
+        optimizer=config.optimizer,
+        gradient_checkpointing=config.model.gradient_checkpointing_enable,
+        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
+        total_steps=total_steps,
+        device=device,
+        seed=config.train.seed,
+        trust_remote_code=config.trust_remote_code,
+        head=head,
+    )
