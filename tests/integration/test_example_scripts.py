@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.agents.reward_values import RewardResult
-from openrlhf.config import PPOConfig, check, device_notes, notes, parse
+from openrlhf.config import Config, check, device_notes, notes, parse
 from openrlhf.tracking.jsonl import read_jsonl
 from tests.reward_files import score_many
 
 SCRIPTS = Path(__file__).parents[2] / "examples/scripts"
 HYBRID, REWARD_FN = "train_ppo_ray_hybrid_engine.sh", "train_ppo_with_reward_fn.sh"
+REWARD_MODEL = "train_rm.sh"
 
 
 def run_script(name: str, folder: Path, *words: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +33,7 @@ def run_script(name: str, folder: Path, *words: str, first_on_path: Path) -> sub
     )
 
 
-def gpu_config(name: str, folder: Path, *words: str) -> PPOConfig:
+def gpu_config(name: str, folder: Path, *words: str, command: str = "train_ppo_ray") -> Config:
     """The checked config of a script's command, whose words the shell has put together."""
     shell = folder / "bin" / "python3"
     shell.parent.mkdir()
@@ -39,11 +41,14 @@ def gpu_config(name: str, folder: Path, *words: str) -> PPOConfig:
     shell.chmod(0o755)
     done = run_script(name, folder, *words, first_on_path=shell.parent)
     assert done.returncode == 0, done.stderr
-    flag, module, *flags = done.stdout.split("\0")[:-1]
-    assert (flag, module) == ("-m", "openrlhf.cli.train_ppo_ray")
+    given = done.stdout.split("\0")[:-1]
+    start = given.index(f"openrlhf.cli.{command}")
+    assert given[start - 1] == "-m"
+    launcher, flags = given[: start - 1], given[start + 1 :]
+    assert launcher in ([], ["-m", "torch.distributed.run", "--nproc_per_node", os.environ.get("GPUS", "8")])
     # Written in the flags' own names, each of which matters in this run.
     said: list[str] = []
-    config = parse("train_ppo_ray", flags, note=said.append)
+    config = parse(command, flags, note=said.append)
     check(config)
     assert said + notes(config) == []
     return config
@@ -68,6 +73,13 @@ def test_the_reward_function_trains_on_half_of_eight_gpus_and_generates_on_the_o
     assert config.device == "cuda" and config.eval.dataset == config.data.prompt_dataset
 
 
+def test_the_reward_model_shards_an_8b_model_over_the_gpus_and_goes_on_from_its_states(tmp_path: Path) -> None:
+    config = gpu_config(REWARD_MODEL, tmp_path, "--model.margin_loss_enable", command="train_rm")
+    assert config.ds.zero_stage == 3 and config.ckpt.load_enable and config.ckpt.save_steps == 50
+    assert config.data.apply_chat_template and config.data.prompt_key is None and config.model.margin_loss_enable
+    assert device_notes(config, "cuda") == []
+
+
 def test_the_reward_reads_the_last_number_of_answer_and_label() -> None:
     answers = ["It is 1,234.", "First 12, then 7", "none", "1234.0"]
     labels = ["by adding\n#### 1234", "07", "5", "1234"]
@@ -75,15 +87,15 @@ def test_the_reward_reads_the_last_number_of_answer_and_label() -> None:
     assert found == [RewardResult(reward, float(reward == 1.0), {}) for reward in (1.0, 1.0, 0.0, 1.0, 0.1)]
 
 
-def trained(name: str, folder: Path) -> tuple[Path, list[dict[str, float]]]:
-    """Runs a script's small form. Returns: its output folder and its metrics."""
+def trained(name: str, folder: Path, kind: Any = AutoModelForCausalLM) -> tuple[Path, list[dict[str, float]]]:
+    """Runs a script's small form. Returns: its output folder, from which ``kind`` can be loaded, and its metrics."""
     done = run_script(name, folder, "cpu", first_on_path=Path(sys.executable).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (metrics,) = (folder / "outputs").glob("*/metrics.jsonl")
     out = metrics.parent
     assert (out / "report.html").is_file()
     AutoTokenizer.from_pretrained(out)
-    AutoModelForCausalLM.from_pretrained(out)
+    kind.from_pretrained(out)
     return out, read_jsonl(metrics)
 
 
@@ -106,3 +118,12 @@ def test_the_reward_function_trains_and_evaluates_a_tiny_model_on_the_cpu(tmp_pa
     assert "eval/default_pass1" in lines[0] and "eval/default_pass4" in lines[2]
     assert lines[1]["reward/mean"] > 0 and lines[1]["reward/failed"] == 0 and lines[1]["actor/updates"] == 2
     assert (out.parent / f"{out.name}_states" / "best_hf" / "best.json").is_file()
+
+
+@pytest.mark.timeout(240)
+def test_the_reward_model_learns_to_tell_sums_from_letters_on_the_cpu(tmp_path: Path) -> None:
+    out, lines = trained(REWARD_MODEL, tmp_path, AutoModelForSequenceClassification)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[-1]["accuracy/eval"] > 0.95 and lines[-1]["loss/eval"] < lines[9]["loss/eval"]
+    config = AutoModelForSequenceClassification.from_pretrained(out).config
+    assert config.num_labels == 1 and config.std > 0
