@@ -53,6 +53,8 @@ COLUMNS = (
     Column("loss", "policy/loss", "8.1e"),
     Column("loss", "loss/train", "7.4f"),
     Column("eval", "loss/eval", "7.4f"),
+    Column("acc", "accuracy/train", "5.3f"),
+    Column("eval acc", "accuracy/eval", "5.3f"),
     Column("grad", "actor/grad_norm", "7.1e"),
     Column("lr", "actor/lr", "7.1e"),
     Column("gap", "sync/logprob_gap", "7.1e"),

@@ -22,6 +22,8 @@ TILES = (
     ("reward/mean", "Reward"),
     ("loss/train", "Training loss"),
     ("loss/eval", "Evaluation loss"),
+    ("accuracy/train", "Pairs ranked right"),
+    ("accuracy/eval", "Held-out pairs ranked right"),
     ("rollout/response_length", "Response length"),
     ("kl/reference", "KL to the reference"),
     ("sync/logprob_gap", "Log-prob gap"),

@@ -83,7 +83,16 @@ class Layout:
 
 LAYOUTS = (
     Layout("Reward", "mean ± standard deviation", (("reward", "reward/mean"),), band="reward/std", smooth=True),
-    Layout("Loss", "per token", (("training", "loss/train"), ("evaluation", "loss/eval")), smooth=True),
+    Layout("Loss", "per token or pair", (("training", "loss/train"), ("evaluation", "loss/eval")), smooth=True),
+    Layout(
+        "Pairs ranked right", "share", (("training", "accuracy/train"), ("evaluation", "accuracy/eval")), smooth=True
+    ),
+    Layout(
+        "Scores",
+        "reward",
+        (("chosen", "reward_chosen/train"), ("rejected", "reward_rejected/train")),
+        smooth=True,
+    ),
     Layout("Response length", "tokens", (("response length", "rollout/response_length"),), smooth=True),
     Layout("KL to the reference", "nats per token", (("KL", "kl/reference"),)),
     Layout("Policy loss", "per token", (("policy loss", "policy/loss"),), smooth=True),

@@ -41,8 +41,12 @@ def _check_new_head(config: RMConfig) -> None:
     path = config.model.model_name_or_path
     _check_scalar(config, path, "--model.model_name_or_path", fresh=True)
     loaded = load_config(path, trust_remote_code=config.trust_remote_code)
-    if find_head(path, loaded, config.ds.value_head_prefix) is not None:
-        print_note(f"{path} has a scalar head; a new one takes its place.")
+    try:
+        taken = find_head(path, loaded, config.ds.value_head_prefix) is not None
+    except ConfigError:
+        taken = True  # A head of another shape: a classifier of several labels.
+    if taken:
+        print_note(f"{path} has a head for sequence classification; a new one takes its place.")
 
 
 def critic_flag(config: PPOConfig) -> str:

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf.agents.reward_values import RewardResult, read_rewards
-from openrlhf.config import COMMANDS, Config, ConfigError, check, notes, parse
+from openrlhf.config import COMMANDS, Config, ConfigError, RMModelConfig, check, notes, parse
 from openrlhf.config.flags import flags_of
 from openrlhf.config.settings import lookup
 from openrlhf.config.unbuilt import FLAGS
+from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.trajectory import Segment, Trajectory
 from openrlhf.tracking.report_data import LAYOUTS
 from openrlhf.trainer.evaluation import evaluation_metrics
+from openrlhf.trainer.rm import RewardObjective
 from tests.agent_room import play_file, text_of
 from tests.tiny_models import make_tokenizer
 
@@ -38,6 +42,15 @@ DOCUMENTED = {
 }
 
 
+class ScoringNothing:
+    """A rank whose model scores every row 0."""
+
+    device = torch.device("cpu")
+
+    def row_scores(self, batch: PackedBatch) -> torch.Tensor:
+        return torch.zeros(batch.num_rows)
+
+
 def logged() -> set[str]:
     """The metrics that the code logs, by the names in its text; those of evaluation by evaluating."""
     literal = set(re.findall(r'"([a-z_]+/[a-z_]+)"', SOURCE))
@@ -46,7 +59,12 @@ def logged() -> set[str]:
     phases = {f"time/{phase}" for phase in re.findall(r'\._phase\("(\w+)"', SOURCE)}
     (optional,) = re.findall(r'f"policy/\{name\}".*? for name in \((.*?)\)', SOURCE)
     policy = {f"policy/{name}" for name in re.findall(r'"(\w+)"', optional)}
-    losses = {f"loss/{part}" for part in re.findall(r'\.reduced\("(\w+)"\)', SOURCE)}
+    rows = [{"chosen": "yes", "rejected": "no", "__source__": "here", "__row__": 1}]
+    pairs = PreferenceDataset(rows, make_tokenizer(), PreferenceFormat(), max_len=9)
+    of_pairs = RewardObjective(pairs, RMModelConfig(), 0)
+    _, extra = of_pairs.loss(ScoringNothing(), of_pairs.pack([0]), 1)
+    parts = re.findall(r'\.reduced\("(\w+)"\)', SOURCE)
+    losses = {f"{name}/{part}" for part in parts for name in ("loss", *extra)}
     samples = [
         Trajectory(0, i, "p", None, [Segment([1, 2], [(1, 2)])], reward=1.0, score=1.0, datasource="default")
         for i in range(4)
@@ -159,7 +177,7 @@ def accept(command: str, words: list[str]) -> Config:
 
 
 def test_the_readmes_commands_are_all_found() -> None:
-    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_ppo_ray"] * 9
+    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_rm"] + ["train_ppo_ray"] * 9
 
 
 @pytest.mark.parametrize(("command", "words"), commands())

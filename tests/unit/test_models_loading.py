@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from openrlhf.config import ConfigError
 from openrlhf.data.packed_batch import pack_rows
 from openrlhf.models.forward import score_tokens
-from openrlhf.models.loading import context_length, load_causal_lm, load_tokenizer
-from tests.tiny_models import make_tiny_model, make_tiny_moe, make_tokenizer, tiny_config
+from openrlhf.models.loading import context_length, keep_pad_apart, load_causal_lm, load_tokenizer
+from tests.tiny_models import CHAT_TEMPLATE, END, make_tiny_model, make_tiny_moe, make_tokenizer, tiny_config
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -195,3 +196,29 @@ def test_a_missing_pad_token_becomes_a_reserved_one_else_eos_and_that_is_said(
         loaded = load_tokenizer(tmp_path)
     assert loaded.pad_token == (chosen or "<pad>")
     assert "no pad token" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"pad_token": "<pad>"}, "<pad>"),
+        # One that is made for padding, one that no text of the chat template holds, and one that ends no row.
+        ({"additional_special_tokens": ["<|image_pad|>", "<|other|>"]}, "<|image_pad|>"),
+        ({"additional_special_tokens": ["<|im_start|>", "<|other|>"]}, "<|other|>"),
+        ({"bos_token": "<|im_start|>"}, "<|im_start|>"),
+        ({"unk_token": "<unk>"}, "<unk>"),
+    ],
+)
+def test_padding_is_told_from_the_end_of_a_row_by_a_token_that_ends_none(changes: dict, expected: str) -> None:
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate("onetw ")}, []))
+    tokenizer = PreTrainedTokenizerFast(**{"tokenizer_object": letters, "eos_token": END, "pad_token": END, **changes})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert keep_pad_apart(tokenizer, [tokenizer.eos_token_id, None])
+    assert tokenizer.pad_token == expected and tokenizer.eos_token == END
+
+
+def test_a_tokenizer_whose_only_special_tokens_end_rows_keeps_its_padding() -> None:
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate("onetw ")}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<a>", pad_token="<b>")
+    assert not keep_pad_apart(tokenizer, [tokenizer.pad_token_id])
+    assert tokenizer.pad_token == "<b>"

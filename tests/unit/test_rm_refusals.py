@@ -63,8 +63,9 @@ def test_a_model_that_cannot_be_given_a_scalar_head_is_named(tmp_path, capsys):
     assert "--model.model_name_or_path" in (said := capsys.readouterr().err) and "cannot be given a scalar head" in said
 
 
-def test_a_dry_run_plans_pairs_and_says_that_a_trained_head_is_not_taken_over(model, tmp_path, capsys):
-    judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_dry_run_plans_pairs_and_says_that_a_trained_head_is_not_taken_over(labels, model, tmp_path, capsys):
+    judge = AutoModelForSequenceClassification.from_pretrained(model, num_labels=labels)
     judge.save_pretrained(tmp_path / "judge")
     make_tokenizer().save_pretrained(tmp_path / "judge")
     (tmp_path / "a.jsonl").write_text("".join(GOOD.replace("3", str(n)) for n in range(10, 15)))
@@ -75,7 +76,7 @@ def test_a_dry_run_plans_pairs_and_says_that_a_trained_head_is_not_taken_over(mo
     out, err = capsys.readouterr()
     assert "Plan of train_rm" in out and "5 pairs" in out and "2 to 3 pairs" in out
     assert " pairs of a forward  up to 2 a rank" in out and "b.jsonl: 1 rows" in out
-    assert "has a scalar head; a new one takes its place" in err
+    assert "has a head for sequence classification; a new one takes its place" in err
     assert "--ds.value_head_prefix has no effect here" in err
     assert "--model.compute_fp32_loss_enable has no effect here" in err
     assert not (tmp_path / "out").exists()
