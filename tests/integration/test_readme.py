@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.tracking.jsonl import read_jsonl
-from tests.integration.test_example_scripts import HYBRID, REWARD_FN
+from tests.integration.test_example_scripts import HYBRID, REWARD_FN, REWARD_MODEL
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -82,3 +82,5 @@ def test_reinforcement_learning_trains_that_model_and_a_critic_by_the_printed_ag
 def test_the_scripts_that_are_named_for_a_laptop_are_those_that_are_tested() -> None:
     (block,) = (b for b in blocks("Reinforcement learning", "bash") if b.startswith("bash examples"))
     assert block.splitlines() == [f"bash examples/scripts/{name} cpu" for name in (REWARD_FN, HYBRID)]
+    (block,) = (b for b in blocks("Reward models", "bash") if b.startswith("bash examples"))
+    assert block == f"bash examples/scripts/{REWARD_MODEL} cpu\n"
