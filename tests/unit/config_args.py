@@ -27,6 +27,10 @@ SFT = {
     "--data.dataset": "rows.jsonl",
     "--data.output_key": "output",
 }
+RM = {
+    "--model.model_name_or_path": "./model",
+    "--data.dataset": "pairs.jsonl",
+}
 
 
 def make_files(folder: Path) -> None:
