@@ -133,6 +133,11 @@ def _behind_prompt(tokenizer: Any, row: Row, key: str, form: PreferenceFormat) -
     if after[: len(before)] == before:
         # Many data sets name the prompt and repeat it in both conversations.
         after = after[len(before) :]
+    elif after[0]["role"] in ("system", "user") and before[-1]["role"] != "assistant":
+        raise ValueError(
+            f"column {key!r} begins with a message of the {after[0]['role']}'s that is not the prompt of column "
+            f"{form.prompt_key!r}; leave out --data.prompt_key where both responses hold the whole conversation"
+        )
     return _conversation(tokenizer, before + after, len(before), key)
 
 

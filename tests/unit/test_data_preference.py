@@ -106,6 +106,7 @@ def test_a_text_that_begins_the_other_one_keeps_its_last_token_as_response(rows_
         ("q", [user("q"), assistant("a")]),
         ([user("q")], [user("q"), assistant("a")]),
         (HEAD, "a"),
+        (HEAD, "a<|im_end|>\n"),
     ],
 )
 def test_prompt_and_responses_may_be_text_or_messages_and_messages_may_repeat_the_prompt(split, prompt, chosen):
@@ -191,6 +192,7 @@ def test_margins_are_read_where_they_are_asked_for_from_numbers_and_from_cells(r
 
 
 MARGIN = PreferenceFormat(prompt_key="prompt", margin=True)
+SYSTEM = {"role": "system", "content": "s"}
 PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
@@ -209,6 +211,12 @@ PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
         ({"chosen": "a", "rejected": "b"}, CHAT, "'chosen' is text that the chat template has not rendered"),
         ({"chosen": [user("q"), assistant("a")], "rejected": [user("q")]}, CHAT, "'rejected': the last message is not"),
         ({**PAIR, "chosen": [user("q")]}, CHAT_PROMPT, "column 'chosen': the last message is not the assistant's"),
+        ({**PAIR, "chosen": [user("r"), assistant("a")]}, CHAT_PROMPT, "'chosen' begins with a message of the user's"),
+        (
+            {**PAIR, "rejected": [{"role": "system", "content": "s"}, user("q"), assistant("a")]},
+            CHAT_PROMPT,
+            "system's",
+        ),
         ({**PAIR, "chosen": []}, CHAT_PROMPT, "column 'chosen': the list of messages is empty"),
         ({**PAIR, "chosen": [{"role": "assistant"}]}, CHAT_PROMPT, "column 'chosen': message 1 has no content"),
         (PAIR, MARGIN, "no column 'margin', which --model.margin_loss_enable names"),
