@@ -87,6 +87,12 @@ def test_without_a_prompt_column_the_tokens_that_both_texts_begin_with_are_the_p
     assert tokenizer.decode(record.chosen[: prompts[0]]) != "say hel"
 
 
+def test_the_first_token_of_a_row_is_no_target_even_where_texts_share_nothing(split):
+    # Before it nothing stands that could predict it.
+    (before, chosen), (other_before, rejected) = split({"chosen": "x y", "rejected": "1 2"}, WHOLE)
+    assert (before, other_before) == ("x", "1") and (chosen, rejected) == (" y<|im_end|>", " 2<|im_end|>")
+
+
 def test_a_text_that_begins_the_other_one_keeps_its_last_token_as_response(rows_of):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
