@@ -13,7 +13,7 @@ from openrlhf.config.checks_system import check_system
 from openrlhf.config.checks_training import check_training
 from openrlhf.config.checks_values import check_values
 from openrlhf.config.ckpt import CkptConfig
-from openrlhf.config.commands import Config, PPOConfig, TrainingConfig, command_of
+from openrlhf.config.commands import Config, DPOConfig, PPOConfig, TrainingConfig, command_of
 from openrlhf.config.flags_yaml import CONFIG_FILE
 from openrlhf.config.unbuilt import check_unbuilt
 
@@ -89,7 +89,11 @@ def _with_absolute_paths(config: TrainingConfig) -> TrainingConfig:
     config = dataclasses.replace(config, ckpt=ckpt)
     if not isinstance(config, PPOConfig):
         model = dataclasses.replace(config.model, model_name_or_path=absolute(config.model.model_name_or_path))
-        return dataclasses.replace(config, model=model)
+        config = dataclasses.replace(config, model=model)
+        if not isinstance(config, DPOConfig):
+            return config
+        ref = dataclasses.replace(config.ref, model_name_or_path=absolute(config.ref.model_name_or_path))
+        return dataclasses.replace(config, ref=ref)
     return dataclasses.replace(
         config,
         actor=dataclasses.replace(config.actor, model_name_or_path=absolute(config.actor.model_name_or_path)),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from openrlhf.config.commands import PPOConfig, RMConfig, TrainingConfig
+from openrlhf.config.commands import DPOConfig, PPOConfig, RMConfig, TrainingConfig
 from openrlhf.config.deepspeed import DeepSpeedConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-from openrlhf.config.model import PlacementConfig
+from openrlhf.config.model import DPOModelConfig, PlacementConfig
 from openrlhf.config.optimizer import OptimizerConfig
 
 # The names of transformers' get_scheduler, less those that need what no flag tells.
@@ -26,6 +26,8 @@ SCHEDULERS = (
     "warmup_stable_decay",
 )
 RM_LOSSES = ("sigmoid", "logexp")
+# Preference losses that label smoothing is defined for.
+SMOOTHED_LOSSES = ("dpo", "simpo")
 
 
 def check_training(config: TrainingConfig) -> None:
@@ -42,6 +44,19 @@ def check_training(config: TrainingConfig) -> None:
     _ = config.logger.profiled
     if isinstance(config, RMConfig) and config.model.loss_type not in RM_LOSSES:
         raise ConfigError(f"--model.loss_type must be one of {', '.join(RM_LOSSES)}, found {config.model.loss_type!r}.")
+    if isinstance(config, DPOConfig):
+        check_preference_loss(config.model)
+
+
+def check_preference_loss(model: DPOModelConfig) -> None:
+    """Raises ConfigError for two losses at once, and for a parameter that the loss does not have."""
+    if model.ipo_enable and model.loss_type not in ("dpo", "ipo"):
+        raise ConfigError(f"--model.ipo_enable and --model.loss_type {model.loss_type} are two losses; keep one.")
+    if model.label_smoothing and model.loss not in SMOOTHED_LOSSES:
+        raise ConfigError(
+            f"--model.label_smoothing {model.label_smoothing} does not exist for the loss {model.loss}; leave it out, "
+            f"or take one of {', '.join(SMOOTHED_LOSSES)}."
+        )
 
 
 def optimizers(config: TrainingConfig) -> Iterator[tuple[str, OptimizerConfig]]:

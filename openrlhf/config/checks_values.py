@@ -87,6 +87,7 @@ RANGES: dict[str, Range] = {
     "aux_loss_coef": NOT_NEGATIVE,
     "entropy_coef": NOT_NEGATIVE,
     "nll_loss_coef": NOT_NEGATIVE,
+    "simpo_gamma": NOT_NEGATIVE,
     "clip_range": ANY_OR_INF,
     "lr": POSITIVE,
     "momentum": SHARE_BELOW_1,

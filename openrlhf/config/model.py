@@ -10,6 +10,7 @@ import tyro
 from openrlhf.config.optimizer import OptimizerConfig, adamw
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo", "gmpo"]
+PreferenceLoss = Literal["dpo", "ipo", "orpo", "simpo"]
 
 # Optimizer flags stand directly under their owner: --actor.adam.lr, and --adam.lr in the supervised commands.
 OwnOptimizer = Annotated[OptimizerConfig, tyro.conf.arg(name="")]
@@ -54,13 +55,29 @@ class DPOModelConfig(ModelConfig):
     """The trained model of DPO and its loss."""
 
     beta: float = 0.1
-    """Strength of the pull towards the reference model."""
+    """Strength of the pull towards the reference model; orpo: weight of the odds ratio; simpo: scale of the reward."""
+    loss_type: PreferenceLoss = "dpo"
+    """Preference loss: dpo, ipo, or without a reference model orpo or simpo."""
     ipo_enable: bool = False
-    """Use the IPO loss."""
+    """Use the IPO loss, as --model.loss_type ipo does."""
+    ipo_sum_enable: bool = False
+    """IPO over sums of log-probs, whose target depends on lengths, instead of means over tokens."""
+    simpo_gamma: float = 0.5
+    """Margin that simpo asks for."""
     label_smoothing: float = 0.0
-    """Probability that a preference label is wrong (conservative DPO)."""
+    """Probability that a preference label is wrong (conservative DPO), of dpo and simpo."""
     nll_loss_coef: float = 0.0
     """Weight of the log-likelihood loss on the chosen response."""
+
+    @property
+    def loss(self) -> PreferenceLoss:
+        """The loss that both flags together ask for."""
+        return "ipo" if self.ipo_enable else self.loss_type
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss looks at a reference model."""
+        return self.loss in ("dpo", "ipo")
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,8 @@ class DPORefConfig:
     """Folder or hub name; unset takes the model that training starts from."""
     offload: bool = False
     """Keep the reference model in host memory between its forwards."""
+    precompute: bool = False
+    """Compute the reference's log-probs once before training, so that only one model is in memory at a time."""
 
 
 @dataclass(frozen=True)

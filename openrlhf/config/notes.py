@@ -78,6 +78,21 @@ EVERY = (
         "without --logger.wandb.key",
     ),
 )
+DPO = (
+    Dependent(
+        ("ref.*",),
+        lambda c: c.model.has_reference,
+        "without a loss that looks at a reference model (--model.loss_type dpo or ipo)",
+    ),
+    Dependent(("ref.offload",), lambda c: not c.ref.precompute, "under --ref.precompute, which gives the model up"),
+    Dependent(
+        ("ref.offload",),
+        lambda c: c.ds.zero_stage < 3,
+        "under --ds.zero_stage 3, where each GPU holds only its part of it",
+    ),
+    Dependent(("model.ipo_sum_enable",), lambda c: c.model.loss == "ipo", "without --model.ipo_enable"),
+    Dependent(("model.simpo_gamma",), lambda c: c.model.loss == "simpo", "without --model.loss_type simpo"),
+)
 RL = (
     Dependent(
         ("critic.*", "algo.advantage.lambd"),
@@ -185,6 +200,8 @@ def notes(config: Config) -> list[str]:
         dependents += PAIRS
     if isinstance(config, RMConfig):
         dependents += REWARD_MODEL
+    if isinstance(config, DPOConfig):
+        dependents += DPO
     found = []
     for dependent in dependents:
         changed = _changed(config, dependent.flags)
