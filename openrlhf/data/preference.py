@@ -334,6 +334,10 @@ class PreferenceDataset:
         """Returns: int64 [pairs], tokens of both rows of each pair together."""
         return np.diff(self._ends[::2])
 
+    def row_lengths(self, pairs: Sequence[int]) -> list[int]:
+        """Returns: [2K], tokens of the chosen and the rejected row of K pairs."""
+        return np.diff(self._ends).reshape(-1, 2)[list(pairs)].flatten().tolist()
+
     @property
     def largest_token(self) -> int:
         """The largest id in the data."""

@@ -19,7 +19,7 @@ from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_p
 from openrlhf.data.rows import Rows
 from openrlhf.models.loading import keep_pad_apart, load_config
 from openrlhf.models.value_head import HeadSpec
-from openrlhf.trainer.supervised import SupervisedTrainer, micro_batches, planned_steps
+from openrlhf.trainer.supervised import Objective, SupervisedTrainer, micro_batches, planned_steps
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs
 from openrlhf.trainer.supervised_run import (
     check_vocabulary,
@@ -34,7 +34,7 @@ from openrlhf.trainer.supervised_run import (
 STATISTICS_PAIRS = 2048
 
 
-class RewardObjective:
+class RewardObjective(Objective):
     """The pairwise loss, as a mean over the pairs of an optimizer step."""
 
     def __init__(self, data: PreferenceDataset, model: RMModelConfig, pad_token_id: int) -> None:
@@ -51,6 +51,10 @@ class RewardObjective:
     def pack(self, items: Sequence[int]) -> PackedBatch:
         """Lays pairs end to end, the two rows of each side by side."""
         return pack_pairs(self._data, items, self._pad_token_id)
+
+    def row_lengths(self, items: Sequence[int]) -> list[int]:
+        """Tokens of the rows of the pairs."""
+        return self._data.row_lengths(items)
 
     def units(self, items: Sequence[int]) -> int:
         """Pairs."""

@@ -16,7 +16,7 @@ from openrlhf.config import SFTConfig, to_flags_yaml
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 from openrlhf.data.rows import Rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
-from openrlhf.trainer.supervised import SupervisedTrainer, planned_steps
+from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs
 from openrlhf.trainer.supervised_run import (
     check_vocabulary,
@@ -28,7 +28,7 @@ from openrlhf.trainer.supervised_run import (
 )
 
 
-class SFTObjective:
+class SFTObjective(Objective):
     """Cross entropy, as a mean over the trained tokens of an optimizer step."""
 
     def __init__(self, data: SFTDataset, pad_token_id: int) -> None:

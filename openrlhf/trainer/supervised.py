@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,14 @@ class Objective(Protocol):
     def pack(self, items: Sequence[int]) -> PackedBatch:
         """Lays items end to end; none makes an empty batch."""
 
+    def row_lengths(self, items: Sequence[int]) -> list[int]:
+        """Tokens of each row of the items, which attention does not look beyond."""
+        return [int(self.lengths[item]) for item in items]
+
+    def prepared(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        """Yields: the micro-batches of a rank with what the loss needs from elsewhere; a collective."""
+        yield from batches
+
     def units(self, items: Sequence[int]) -> int:
         """How many units the items have."""
 
@@ -44,7 +52,7 @@ class Objective(Protocol):
             units: of the whole step.
 
         Returns: this micro-batch's share of the loss, a scalar, and its shares of further metrics; the sum over ranks
-            and micro-batches is the value.
+            and micro-batches is the value. Every micro-batch has the same metrics, an empty one too.
         """
 
 
@@ -111,8 +119,8 @@ def micro_batches(
     """Yields: this rank's share of ``items``, as many micro-batches on every rank."""
     lengths = [int(objective.lengths[item]) for item in items]
     plan = plan_micro_batches(lengths, backend.world_size, micro_batch_size=micro_batch_size)
-    for micro_batch in plan[backend.rank]:
-        yield objective.pack([items[place] for place in micro_batch])
+    packed = (objective.pack([items[place] for place in micro_batch]) for micro_batch in plan[backend.rank])
+    yield from objective.prepared(packed)
 
 
 class _Sums:
@@ -228,7 +236,7 @@ class SupervisedTrainer:
             self.outputs.warn(standstill)
         lengths = [int(self.objective.lengths[item]) for item in items]
         metrics |= {"time/step": seconds, "throughput/tokens_per_s": sum(lengths) / seconds}
-        metrics |= usage_metrics(self.backend, self._meter.take(), lengths)
+        metrics |= usage_metrics(self.backend, self._meter.take(), self.objective.row_lengths(items))
         self.step += 1
         self._tracer.end(self.step)
         last = self.step == self.total_steps

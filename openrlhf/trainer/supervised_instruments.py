@@ -17,7 +17,7 @@ def usage_metrics(backend: Backend, usage: Usage, lengths: Sequence[int]) -> dic
 
     Args:
         usage: of this rank.
-        lengths: tokens of each item of the step.
+        lengths: tokens of each row of the step.
 
     Returns: the metrics, without those that cannot be known, the same on all ranks.
     """

@@ -131,12 +131,14 @@ def evaluation_rows(config: SupervisedConfig) -> Rows | None:
     )
 
 
-def check_vocabulary(backend: DeepSpeedBackend, parts: Sequence[TokenisedData], model: str) -> None:
-    """Raises: ConfigError where the tokenizer writes ids that the model has no embedding for."""
+def check_vocabulary(
+    backend: DeepSpeedBackend, parts: Sequence[TokenisedData], model: str, flag: str = "--model.model_name_or_path"
+) -> None:
+    """Raises: ConfigError where the tokenizer writes ids that ``model``, named by ``flag``, has no embedding for."""
     known = backend.module.get_input_embeddings().num_embeddings
     largest = max(part.largest_token for part in parts)
     if largest >= known:
         raise ConfigError(
-            f"the tokenizer of --model.model_name_or_path {model} writes token {largest}, and the model has only "
-            f"{known} embeddings: take the tokenizer that belongs to the model, or resize its embeddings first"
+            f"the tokenizer writes token {largest}, and {flag} {model} has only {known} embeddings: take the tokenizer "
+            "that belongs to the model, or resize its embeddings first"
         )
