@@ -18,7 +18,7 @@ from openrlhf.backends.ds_config import KEEP_WHOLE, effective_stage, inference_c
 from openrlhf.backends.movement import MovementWatch
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.optimizer import build_adamw, build_scheduler
-from openrlhf.backends.residence import leave_accelerator, return_to
+from openrlhf.backends.residence import give_up, leave_accelerator, return_to
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch
@@ -378,6 +378,13 @@ class DeepSpeedBackend:
         """Undoes ``offload``."""
         if self.device.type != "cpu" and (self._plain or self._trainable):
             return_to(self.device, self.module, self._engine, plain=self._plain)
+
+    def release(self) -> None:
+        """Gives up the model's memory, while the process group stands on. Nothing may be asked of it afterwards."""
+        if self._engine is not None:
+            self._engine.destroy()
+        give_up(self.module, self.device)
+        self.model = self.module = self._engine = None
 
     def close(self) -> None:
         """Meets the other ranks and leaves the process group, so that no exit aborts."""

@@ -40,3 +40,18 @@ def return_to(device: torch.device, module: Any, engine: Any, *, plain: bool) ->
         move_plain(module, engine, device)
     else:
         engine.reload_states()
+
+
+def give_up(module: Any, device: torch.device) -> None:
+    """Frees the memory of a model that is not needed any more, whoever still refers to it.
+
+    On stage 3 DeepSpeed's own tables keep the modules as long as the process lives, so their weights are emptied.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        # This rank's part of a sharded parameter.
+        shard = getattr(tensor, "ds_tensor", None)
+        if shard is not None:
+            shard.data = torch.empty(0, dtype=shard.dtype, device=shard.device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -10,7 +10,6 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 
 COMMANDS = {
-    "train_dpo": "DPO",
     "lora_combiner": "merging LoRA adapters",
     "serve_rm": "the reward server",
 }

@@ -7,25 +7,30 @@ from typing import Any
 
 from transformers import AutoModelForSequenceClassification
 
-from openrlhf.config import ConfigError, PPOConfig, RMConfig, SFTConfig
+from openrlhf.config import ConfigError, DPOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.parse import print_note
 from openrlhf.data.templates import encode, render_prompt, require_chat_template
 from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
 from openrlhf.models.value_head import HeadSpec, find_head, prepare_head
 
 
-def run(config: SFTConfig | RMConfig | PPOConfig) -> None:
+def run(config: SFTConfig | RMConfig | DPOConfig | PPOConfig) -> None:
     """Reads configs, tokenizers and scalar heads of the models, no other weights.
 
     Raises:
         ConfigError: there is no such model; --data.max_len is longer than it can place; it lacks embeddings for what a
-            tokenizer writes; a critic or a reward model has no scalar head.
+            tokenizer writes; a critic or a reward model has no scalar head; a reference reads token ids otherwise.
     """
     if isinstance(config, SFTConfig):
         _check_context(config, config.model.model_name_or_path)
         return
     if isinstance(config, RMConfig):
         _check_new_head(config)
+        return
+    if isinstance(config, DPOConfig):
+        _check_context(config, config.model.model_name_or_path)
+        if config.model.has_reference and config.ref.model_name_or_path:
+            _check_reference(config, config.ref.model_name_or_path)
         return
     _check_context(config, config.actor.model_name_or_path)
     policy = _tokenizer(config, config.actor.model_name_or_path)
@@ -49,6 +54,22 @@ def _check_new_head(config: RMConfig) -> None:
         print_note(f"{path} has a head for sequence classification; a new one takes its place.")
 
 
+def _check_reference(config: DPOConfig, path: str) -> None:
+    _check_context(config, path)
+    own = _tokenizer(config, config.model.model_name_or_path)
+    try:
+        other = other_token(own, _tokenizer(config, path))
+    except ConfigError:
+        # It is given token ids, so it may come without a tokenizer; then there is nothing to compare.
+        return
+    if other is not None:
+        number, ours, theirs = other
+        raise ConfigError(
+            f"--ref.model_name_or_path {path} reads the token ids of the model that is trained, and calls token "
+            f"{number} {theirs!r} where that one calls it {ours!r}: take a reference with the same vocabulary"
+        )
+
+
 def critic_flag(config: PPOConfig) -> str:
     """Returns: the flag that the critic's weights come from."""
     if config.critic.model_name_or_path:
@@ -56,7 +77,7 @@ def critic_flag(config: PPOConfig) -> str:
     return "--reward.model_name_or_path" if config.reward_models else "--actor.model_name_or_path"
 
 
-def _check_context(config: SFTConfig | RMConfig | PPOConfig, path: str) -> None:
+def _check_context(config: SFTConfig | RMConfig | DPOConfig | PPOConfig, path: str) -> None:
     check_context(path, config.data.max_len, trust_remote_code=config.trust_remote_code)
 
 
@@ -163,7 +184,7 @@ def other_token(first: Any, second: Any) -> tuple[int, str, str] | None:
     )
 
 
-def _tokenizer(config: PPOConfig, path: str) -> Any:
+def _tokenizer(config: DPOConfig | PPOConfig, path: str) -> Any:
     return load_tokenizer(
         path, use_fast=not config.data.disable_fast_tokenizer, trust_remote_code=config.trust_remote_code
     )

@@ -298,7 +298,7 @@ def test_console_command_passes_its_words_on(capsys):
     with pytest.raises(SystemExit) as caught:
         main.main(["train-dpo", "--adam.lr", "1"])
     assert caught.value.code == 2
-    assert "openrlhf train_dpo: The command train_dpo is not built yet" in capsys.readouterr().err
+    assert "openrlhf train_dpo: --model.model_name_or_path is missing" in capsys.readouterr().err
 
 
 def test_console_command_names_the_nearest_command(capsys):

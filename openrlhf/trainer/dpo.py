@@ -1,0 +1,259 @@
+"""Direct preference optimisation and its relatives: what `train_dpo` runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from openrlhf.algorithms.preference_loss import (
+    PairInputs,
+    chosen_nll,
+    pair_metrics,
+    preference_loss,
+    response_sums,
+)
+from openrlhf.backends.base import Backend
+from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+from openrlhf.backends.shapes import parameter_shapes
+from openrlhf.config import DPOConfig, DPOModelConfig, to_flags_yaml
+from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_pairs
+from openrlhf.data.rows import Rows
+from openrlhf.trainer.process import rank_from_environment
+from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
+from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs
+from openrlhf.trainer.supervised_run import (
+    check_vocabulary,
+    evaluation_rows,
+    fixed_settings,
+    loop_settings,
+    run_supervised,
+    training_rows,
+)
+
+REF_LOGPROBS = "ref_logprobs"
+# Micro-batches that a reference is asked about at one time.
+GROUP = 64
+
+
+class DPOObjective(Objective):
+    """A preference loss, as a mean over the pairs of an optimizer step."""
+
+    def __init__(
+        self,
+        data: PreferenceDataset,
+        model: DPOModelConfig,
+        pad_token_id: int,
+        *,
+        reference: ReferenceModel | None = None,
+        table: torch.Tensor | None = None,
+    ) -> None:
+        """Args:
+        model: the loss and its parameters.
+        pad_token_id: fills the batch of a rank that is short of pairs.
+        reference: asked during training; None where ``table`` is given or the loss has no reference.
+        table: float64 [pairs, 2], what the reference said about every pair.
+        """
+        self._data = data
+        self._model = model
+        self._pad_token_id = pad_token_id
+        self._reference = reference
+        self._table = table
+        self.lengths = data.lengths
+
+    def pack(self, items: Sequence[int]) -> PackedBatch:
+        """Lays pairs end to end, the chosen row of each before its rejected one."""
+        batch = pack_pairs(self._data, items, self._pad_token_id)
+        if self._table is not None:
+            batch.row_fields[REF_LOGPROBS] = as_row_field(self._table, items)
+        return batch
+
+    def prepared(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        """Yields: the batches, with what the reference says about them where it is asked during training."""
+        if self._reference is None:
+            yield from batches
+            return
+        # An offloaded reference comes and goes once for a group, not for every micro-batch.
+        rest = iter(batches)
+        while group := list(islice(rest, GROUP)):
+            with self._reference.at_hand():
+                for batch in group:
+                    batch.row_fields[REF_LOGPROBS] = self._reference.sums(batch)
+            yield from group
+
+    def row_lengths(self, items: Sequence[int]) -> list[int]:
+        """Tokens of the rows of the pairs."""
+        return self._data.row_lengths(items)
+
+    def units(self, items: Sequence[int]) -> int:
+        """Pairs."""
+        return len(items)
+
+    def loss(
+        self, backend: Backend, batch: PackedBatch, units: int
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
+        """This batch's share of the mean over ``units`` pairs."""
+        batch = batch.to(backend.device)
+        ref_sums = batch.row_fields.get(REF_LOGPROBS)
+        sums, tokens = response_sums(backend.forward(batch).logprobs, batch.action_mask, batch.cu_seqlens)
+        rows = batch.num_rows - batch.pad_rows
+        chosen, rejected = slice(0, rows, 2), slice(1, rows, 2)
+        inputs = PairInputs(
+            sums[chosen],
+            sums[rejected],
+            None if ref_sums is None else ref_sums[chosen],
+            None if ref_sums is None else ref_sums[rejected],
+            tokens[chosen],
+            tokens[rejected],
+            beta=self._model.beta,
+            label_smoothing=self._model.label_smoothing,
+            ipo_sum=self._model.ipo_sum_enable,
+            simpo_gamma=self._model.simpo_gamma,
+        )
+        losses, nll = preference_loss(self._model.loss, inputs), chosen_nll(inputs)
+        total = losses.loss.sum() + self._model.nll_loss_coef * nll.sum()
+        metrics = {name: values.sum() / units for name, values in pair_metrics(losses, nll).items()}
+        return (total / units).float(), metrics
+
+
+def run(config: DPOConfig) -> None:
+    """Trains a model on pairs of responses and writes it to --ckpt.output_dir.
+
+    Every rank of a launcher calls it; without a launcher the process is the only rank.
+
+    Raises:
+        ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
+        RankError: something could not be written or read, on all ranks.
+    """
+    run_supervised(config, load_data, load_evaluation, train)
+
+
+def train(
+    config: DPOConfig, tokenizer: Any, data: PreferenceDataset, evaluation: PreferenceDataset | None, *, device: str
+) -> DeepSpeedBackend:
+    """Trains and exports, in a process group that stands; collective.
+
+    Args:
+        data: of training.
+        evaluation: held out; None where there is none.
+        device: "cpu" or "cuda".
+
+    Returns: the backend with the trained model.
+    """
+    parts = {"training": data} | ({} if evaluation is None else {"evaluation": evaluation})
+    objectives = _objectives(config, parts, tokenizer.pad_token_id, device)
+    settings = loop_settings(config)
+    backend = _backend(config, device, total_steps=planned_steps(len(data), settings))
+    check_vocabulary(backend, list(parts.values()), config.model.model_name_or_path)
+    outputs = SupervisedOutputs(
+        backend,
+        tokenizer,
+        shapes=parameter_shapes(backend.module),
+        ckpt=config.ckpt,
+        logger=config.logger,
+        command="train_dpo",
+        title="Direct preference optimisation",
+        config_yaml=to_flags_yaml(config),
+    )
+    trainer = SupervisedTrainer(
+        backend,
+        objectives["training"],
+        settings,
+        outputs,
+        seed=config.train.seed,
+        fixed=fixed_settings(config) | _fixed_loss(config),
+        eval_objective=objectives.get("evaluation"),
+    )
+    try:
+        trainer.run()
+    finally:
+        outputs.close()
+    return backend
+
+
+def _objectives(
+    config: DPOConfig, parts: Mapping[str, PreferenceDataset], pad_token_id: int, device: str
+) -> dict[str, DPOObjective]:
+    """Args: ``parts``: data by name. Returns: their objectives; what the reference has to say is at hand."""
+    reference, tables = None, {}
+    if config.model.has_reference and config.ref.precompute:
+        progress = rank_from_environment() == 0 and sys.stdout.isatty()
+        tables = precomputed(config, parts, pad_token_id=pad_token_id, device=device, progress=progress)
+    elif config.model.has_reference:
+        reference = ReferenceModel.load(config, list(parts.values()), device)
+    return {
+        name: DPOObjective(data, config.model, pad_token_id, reference=reference, table=tables.get(name))
+        for name, data in parts.items()
+    }
+
+
+def _fixed_loss(config: DPOConfig) -> dict[str, Any]:
+    model = config.model
+    found: dict[str, Any] = {
+        "--model.loss_type": model.loss,
+        "--model.beta": model.beta,
+        "--model.label_smoothing": model.label_smoothing,
+        "--model.nll_loss_coef": model.nll_loss_coef,
+    }
+    if model.loss == "ipo":
+        found["--model.ipo_sum_enable"] = model.ipo_sum_enable
+    if model.loss == "simpo":
+        found["--model.simpo_gamma"] = model.simpo_gamma
+    if model.has_reference:
+        found["--ref.model_name_or_path"] = reference_path(config)
+    return found
+
+
+def load_data(config: DPOConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+    """Returns: the training data.
+
+    Raises: ConfigError, DataError.
+    """
+    return tokenise(config, training_rows(config), tokenizer, progress=progress)
+
+
+def load_evaluation(config: DPOConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset | None:
+    """Returns: the held-out data, in the format of the training data; None where nothing is to be evaluated.
+
+    Raises: ConfigError, DataError.
+    """
+    rows = evaluation_rows(config)
+    return None if rows is None else tokenise(config, rows, tokenizer, progress=progress)
+
+
+def tokenise(config: DPOConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+    """Returns: the data that the rows make.
+
+    Raises: ConfigError, DataError.
+    """
+    return PreferenceDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+
+
+def data_format(config: DPOConfig) -> PreferenceFormat:
+    """Returns: how rows become pairs."""
+    return PreferenceFormat(
+        prompt_key=config.data.prompt_key,
+        chosen_key=config.data.chosen_key,
+        rejected_key=config.data.rejected_key,
+        input_template=config.data.input_template,
+        apply_chat_template=config.data.apply_chat_template,
+    )
+
+
+def _backend(config: DPOConfig, device: str, total_steps: int) -> DeepSpeedBackend:
+    return DeepSpeedBackend.for_training(
+        config.model.model_name_or_path,
+        ds=config.ds,
+        optimizer=config.optimizer,
+        gradient_checkpointing=config.model.gradient_checkpointing_enable,
+        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
+        total_steps=total_steps,
+        device=device,
+        seed=config.train.seed,
+        trust_remote_code=config.trust_remote_code,
+    )
