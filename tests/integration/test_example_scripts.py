@@ -18,7 +18,7 @@ from tests.reward_files import score_many
 
 SCRIPTS = Path(__file__).parents[2] / "examples/scripts"
 HYBRID, REWARD_FN = "train_ppo_ray_hybrid_engine.sh", "train_ppo_with_reward_fn.sh"
-REWARD_MODEL = "train_rm.sh"
+REWARD_MODEL, DPO = "train_rm.sh", "train_dpo_llama.sh"
 
 
 def run_script(name: str, folder: Path, *words: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
@@ -80,6 +80,13 @@ def test_the_reward_model_shards_an_8b_model_over_the_gpus_and_goes_on_from_its_
     assert device_notes(config, "cuda") == []
 
 
+def test_dpo_computes_what_its_reference_says_once_and_shards_an_8b_model_over_the_gpus(tmp_path: Path) -> None:
+    config = gpu_config(DPO, tmp_path, command="train_dpo")
+    assert config.model.loss == "dpo" and config.ref.precompute and config.ref.model_name_or_path is None
+    assert config.ds.zero_stage == 3 and config.ckpt.load_enable and config.data.apply_chat_template
+    assert device_notes(config, "cuda") == []
+
+
 def test_the_reward_reads_the_last_number_of_answer_and_label() -> None:
     answers = ["It is 1,234.", "First 12, then 7", "none", "1234.0"]
     labels = ["by adding\n#### 1234", "07", "5", "1234"]
@@ -127,3 +134,11 @@ def test_the_reward_model_learns_to_tell_sums_from_letters_on_the_cpu(tmp_path: 
     assert lines[-1]["accuracy/eval"] > 0.95 and lines[-1]["loss/eval"] < lines[9]["loss/eval"]
     config = AutoModelForSequenceClassification.from_pretrained(out).config
     assert config.num_labels == 1 and config.std > 0
+
+
+@pytest.mark.timeout(240)
+def test_dpo_learns_to_prefer_sums_to_letters_on_the_cpu(tmp_path: Path) -> None:
+    out, lines = trained(DPO, tmp_path)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert lines[0]["loss/train"] == pytest.approx(0.6931, abs=1e-3)
+    assert lines[-1]["accuracy/eval"] > 0.95 and lines[-1]["reward_gap/eval"] > lines[9]["reward_gap/eval"] > 0

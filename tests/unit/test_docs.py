@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from openrlhf.agents.reward_values import RewardResult, read_rewards
+from openrlhf.algorithms.preference_loss import PairLosses, pair_metrics
 from openrlhf.config import COMMANDS, Config, ConfigError, RMModelConfig, check, notes, parse
 from openrlhf.config.flags import flags_of
 from openrlhf.config.settings import lookup
@@ -64,7 +65,9 @@ def logged() -> set[str]:
     of_pairs = RewardObjective(pairs, RMModelConfig(), 0)
     _, extra = of_pairs.loss(ScoringNothing(), of_pairs.pack([0]), 1)
     parts = re.findall(r'\.reduced\("(\w+)"\)', SOURCE)
-    losses = {f"{name}/{part}" for part in parts for name in ("loss", *extra)}
+    one = torch.ones(1)
+    compared = pair_metrics(PairLosses(one, one, one), one)
+    losses = {f"{name}/{part}" for part in parts for name in ("loss", *extra, *compared)}
     samples = [
         Trajectory(0, i, "p", None, [Segment([1, 2], [(1, 2)])], reward=1.0, score=1.0, datasource="default")
         for i in range(4)
@@ -177,7 +180,9 @@ def accept(command: str, words: list[str]) -> Config:
 
 
 def test_the_readmes_commands_are_all_found() -> None:
-    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_rm"] + ["train_ppo_ray"] * 9
+    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_rm", "train_dpo"] + [
+        "train_ppo_ray"
+    ] * 9
 
 
 @pytest.mark.parametrize(("command", "words"), commands())
