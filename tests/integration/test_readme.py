@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.tracking.jsonl import read_jsonl
-from tests.integration.test_example_scripts import HYBRID, REWARD_FN, REWARD_MODEL
+from tests.integration.test_example_scripts import DPO, HYBRID, REWARD_FN, REWARD_MODEL
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -82,5 +82,6 @@ def test_reinforcement_learning_trains_that_model_and_a_critic_by_the_printed_ag
 def test_the_scripts_that_are_named_for_a_laptop_are_those_that_are_tested() -> None:
     (block,) = (b for b in blocks("Reinforcement learning", "bash") if b.startswith("bash examples"))
     assert block.splitlines() == [f"bash examples/scripts/{name} cpu" for name in (REWARD_FN, HYBRID)]
-    (block,) = (b for b in blocks("Reward models", "bash") if b.startswith("bash examples"))
-    assert block == f"bash examples/scripts/{REWARD_MODEL} cpu\n"
+    for title, name in (("Reward models", REWARD_MODEL), ("DPO and its relatives", DPO)):
+        (block,) = (b for b in blocks(title, "bash") if b.startswith("bash examples"))
+        assert block == f"bash examples/scripts/{name} cpu\n"

@@ -31,6 +31,7 @@ RM = {
     "--model.model_name_or_path": "./model",
     "--data.dataset": "pairs.jsonl",
 }
+DPO = {"--model.model_name_or_path": "./model", "--data.dataset": "rows.jsonl", "--data.prompt_key": "q"}
 
 
 def make_files(folder: Path) -> None:

@@ -8,9 +8,7 @@ from openrlhf.algorithms.preference_loss import PREFERENCE_LOSSES, REFERENCE_FRE
 from openrlhf.config import COMMANDS, DPOModelConfig, notes, resolve
 from openrlhf.config.checks_training import SMOOTHED_LOSSES as SMOOTHED_BY_FLAG
 from openrlhf.config.flags import flags_of
-from tests.unit.config_args import built, checked, make_files
-
-DPO = {"--model.model_name_or_path": "./model", "--data.dataset": "rows.jsonl", "--data.prompt_key": "q"}
+from tests.unit.config_args import DPO, built, checked, make_files
 
 
 @pytest.fixture(autouse=True)

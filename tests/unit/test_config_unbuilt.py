@@ -7,9 +7,9 @@ import pytest
 from openrlhf.config import COMMANDS, ConfigError, check, unbuilt
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.unbuilt import check_unbuilt
-from tests.unit.config_args import RL, RM, SFT, built, make_files, rl, with_value
+from tests.unit.config_args import DPO, RL, RM, SFT, built, make_files, rl, with_value
 
-BASE = {"train_sft": SFT, "train_rm": RM, "train_ppo_ray": RL}
+BASE = {"train_sft": SFT, "train_rm": RM, "train_dpo": DPO, "train_ppo_ray": RL}
 
 CASES = [(command, name) for command in BASE for name in unbuilt.FLAGS if name in flags_of(COMMANDS[command])]
 
