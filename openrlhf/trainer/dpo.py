@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -23,7 +22,6 @@ from openrlhf.config import DPOConfig, DPOModelConfig, to_flags_yaml
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_pairs
 from openrlhf.data.rows import Rows
-from openrlhf.trainer.process import rank_from_environment
 from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
 from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs
@@ -182,8 +180,7 @@ def _objectives(
     """Args: ``parts``: data by name. Returns: their objectives; what the reference has to say is at hand."""
     reference, tables = None, {}
     if config.model.has_reference and config.ref.precompute:
-        progress = rank_from_environment() == 0 and sys.stdout.isatty()
-        tables = precomputed(config, parts, pad_token_id=pad_token_id, device=device, progress=progress)
+        tables = precomputed(config, parts, pad_token_id=pad_token_id, device=device)
     elif config.model.has_reference:
         reference = ReferenceModel.load(config, list(parts.values()), device)
     return {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from openrlhf.algorithms.preference_loss import response_sums
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
@@ -22,6 +22,8 @@ from openrlhf.config import ConfigError, DPOConfig
 from openrlhf.data.batching import plan_micro_batches
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.preference import PreferenceDataset, pack_pairs
+from openrlhf.tracking.progress import Bar
+from openrlhf.trainer.supervised_outputs import state_to_resume
 from openrlhf.trainer.supervised_run import check_vocabulary
 
 FILE = "reference_logprobs.safetensors"
@@ -79,9 +81,12 @@ class ReferenceModel:
 
 
 def score_pairs(
-    reference: ReferenceModel, data: PreferenceDataset, *, micro_batch_size: int, pad_token_id: int, progress: bool
+    reference: ReferenceModel, data: PreferenceDataset, *, micro_batch_size: int, pad_token_id: int, what: str
 ) -> torch.Tensor:
     """Asks about all pairs, dealt out over the ranks; collective.
+
+    Args:
+        what: of the data, for the bar that rank 0 shows.
 
     Returns: float64 [pairs, 2] in host memory, the same on all ranks: sums of the chosen and of the rejected response.
 
@@ -90,10 +95,12 @@ def score_pairs(
     backend = reference.backend
     table = torch.zeros(len(data), 2, dtype=torch.float64)
     plan = plan_micro_batches(data.lengths.tolist(), backend.world_size, micro_batch_size=micro_batch_size)
-    for pairs in tqdm(plan[backend.rank], desc="reference log-probs", disable=None if progress else True, leave=False):
-        sums = reference.sums(pack_pairs(data, pairs, pad_token_id))
-        if pairs:
-            table[pairs] = sums.view(-1, 2).cpu()
+    with _bar(f"reference log-probs of the {what} data", len(plan[0])) as bar:
+        for pairs in plan[backend.rank]:
+            sums = reference.sums(pack_pairs(data, pairs, pad_token_id))
+            if pairs:
+                table[pairs] = sums.view(-1, 2).cpu()
+            bar.update()
     held = table.to(backend.device)
     dist.all_reduce(held)
     table = held.cpu()
@@ -107,13 +114,24 @@ def score_pairs(
     return table
 
 
+@contextmanager
+def _bar(name: str, total: int) -> Iterator[Bar]:
+    """Shows how many of ``total`` micro-batches are done, on rank 0; on the others a bar that nobody sees."""
+    with ExitStack() as stack:
+        first = dist.get_rank() == 0
+        stream = sys.stdout if first else stack.enter_context(open(os.devnull, "w"))
+        bar = Bar(name, total, "micro-batches", stream, live=first and stream.isatty())
+        stack.callback(bar.close)
+        yield bar
+
+
 @dataclass(frozen=True)
 class Store:
     """Where the log-probs of a run stand, so that a resumed one need not compute them again.
 
     Attributes:
         file: beside the states.
-        reads: the run goes on from a state, if there is one.
+        reads: the run goes on from a state.
         writes: the run leaves states behind.
     """
 
@@ -143,24 +161,27 @@ class Store:
 
     def write(self, tables: Mapping[str, torch.Tensor], marks: Mapping[str, str]) -> None:
         """Raises: OSError."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if not self.writes:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         partial = self.file.with_suffix(".partial")
-        save_file(dict(tables), partial, metadata=dict(marks))
+        try:
+            save_file(dict(tables), partial, metadata=dict(marks))
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(str(error)) from error
         os.replace(partial, self.file)
 
 
 def precomputed(
-    config: DPOConfig, parts: Mapping[str, PreferenceDataset], *, pad_token_id: int, device: str, progress: bool = False
+    config: DPOConfig, parts: Mapping[str, PreferenceDataset], *, pad_token_id: int, device: str
 ) -> dict[str, torch.Tensor]:
     """Log-probs of the reference for all data; the model is gone again when this returns. Collective.
 
     Args:
         parts: data by name.
-        progress: show a bar and say what is done, on this rank.
 
     Returns: by name, float64 [pairs, 2].
 
@@ -169,43 +190,38 @@ def precomputed(
         RankError: they could not be stored.
     """
     ckpt = config.ckpt
-    store = Store(Path(ckpt.path) / FILE, ckpt.load_enable, ckpt.save_steps > 0 and not ckpt.disable_ds)
+    # Without a state to go on from, a file that is there belongs to a run that is gone, whose reference may be as well.
+    reads, writes = state_to_resume(ckpt) is not None, ckpt.save_steps > 0 and not ckpt.disable_ds
+    store = Store(Path(ckpt.path) / FILE, reads, writes)
     first = dist.get_rank() == 0
-    stored = store.reads or store.writes
-    marks = {name: mark_of(config, data) for name, data in parts.items()} if first and stored else {}
-    tables: dict[str, torch.Tensor] = {}
-    problem: Exception | None = None
-    if first:
-        try:
-            tables = store.read(marks)
-        except ConfigError as error:
-            problem = error
-    raise_if_any(f"reading {store.file}", problem)
-    tables = from_rank_0(tables)
+    marks = {name: mark_of(config, data) for name, data in parts.items()} if first and (reads or writes) else {}
+    tables = from_rank_0(_on_rank_0(f"reading {store.file}", lambda: store.read(marks)))
     missing = [name for name in parts if name not in tables]
     if first:
         for name in parts:
-            how = "to compute" if name in missing else f"read from {store.file}"
+            how = f"to be computed for {len(parts[name])} pairs" if name in missing else f"read from {store.file}"
             print(f"reference log-probs of the {name} data: {how}", flush=True)
     if not missing:
         return tables
     reference = ReferenceModel.load(config, [parts[name] for name in missing], device)
+    size = config.train.micro_batch_size
     for name in missing:
-        tables[name] = score_pairs(
-            reference,
-            parts[name],
-            micro_batch_size=config.train.micro_batch_size,
-            pad_token_id=pad_token_id,
-            progress=progress,
-        )
+        tables[name] = score_pairs(reference, parts[name], micro_batch_size=size, pad_token_id=pad_token_id, what=name)
     reference.backend.release()
-    if first:
-        try:
-            store.write(tables, marks)
-        except OSError as error:
-            problem = error
-    raise_if_any(f"writing {store.file}", problem)
+    _on_rank_0(f"writing {store.file}", lambda: store.write(tables, marks))
     return tables
+
+
+def _on_rank_0(what: str, action: Callable[[], Any]) -> Any:
+    """Collective: runs ``action`` on rank 0, and ends all ranks where it fails. Returns: on rank 0, what it gives."""
+    result, problem = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = action()
+        except (ConfigError, OSError) as error:
+            problem = error
+    raise_if_any(what, problem)
+    return result
 
 
 def mark_of(config: DPOConfig, data: PreferenceDataset) -> str:

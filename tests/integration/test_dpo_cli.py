@@ -58,7 +58,7 @@ def test_the_command_moves_a_model_towards_the_better_conversations_and_keeps_wh
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "training data: 64 pairs" in done.stdout and "Warning" not in done.stderr
-    assert "reference log-probs of the training data: to compute" in done.stdout
+    assert "reference log-probs of the training data: to be computed for 64 pairs" in done.stdout
     assert (tmp_path / "states" / FILE).is_file() and (tmp_path / "states" / "global_step8").is_dir()
     lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))

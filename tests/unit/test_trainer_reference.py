@@ -49,6 +49,14 @@ def test_a_broken_file_is_refused_with_what_to_do(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_place_that_cannot_be_written_is_an_error_of_the_disk(tmp_path):
+    barred = store(tmp_path)
+    barred.file.with_suffix(".partial").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        barred.write(TABLES, MARKS)
+    assert not barred.file.exists()
+
+
 def pairs(folder, answer="2", prompt="1 + 1"):
     file = folder / "a.jsonl"
     file.write_text(json.dumps({"q": prompt, "chosen": answer, "rejected": "3"}) + "\n")
