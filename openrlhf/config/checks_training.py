@@ -9,7 +9,7 @@ from openrlhf.config.commands import DPOConfig, PPOConfig, RMConfig, TrainingCon
 from openrlhf.config.deepspeed import DeepSpeedConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-from openrlhf.config.model import DPOModelConfig, PlacementConfig
+from openrlhf.config.model import PlacementConfig
 from openrlhf.config.optimizer import OptimizerConfig
 
 # The names of transformers' get_scheduler, less those that need what no flag tells.
@@ -45,17 +45,28 @@ def check_training(config: TrainingConfig) -> None:
     if isinstance(config, RMConfig) and config.model.loss_type not in RM_LOSSES:
         raise ConfigError(f"--model.loss_type must be one of {', '.join(RM_LOSSES)}, found {config.model.loss_type!r}.")
     if isinstance(config, DPOConfig):
-        check_preference_loss(config.model)
+        check_preference_loss(config)
 
 
-def check_preference_loss(model: DPOModelConfig) -> None:
-    """Raises ConfigError for two losses at once, and for a parameter that the loss does not have."""
+def check_preference_loss(config: DPOConfig) -> None:
+    """Raises ConfigError for two losses at once, and for what the loss does not have or cannot do."""
+    model = config.model
     if model.ipo_enable and model.loss_type not in ("dpo", "ipo"):
         raise ConfigError(f"--model.ipo_enable and --model.loss_type {model.loss_type} are two losses; keep one.")
     if model.label_smoothing and model.loss not in SMOOTHED_LOSSES:
         raise ConfigError(
             f"--model.label_smoothing {model.label_smoothing} does not exist for the loss {model.loss}; leave it out, "
             f"or take one of {', '.join(SMOOTHED_LOSSES)}."
+        )
+    if model.loss == "kto" and config.ref.precompute:
+        raise ConfigError(
+            "--ref.precompute does not go with --model.loss_type kto, which asks the reference about responses after "
+            "other prompts, as the steps bring them together; leave it out, or take --ref.offload."
+        )
+    if model.loss == "kto" and config.train.batch_size < 2:
+        raise ConfigError(
+            f"--model.loss_type kto sets responses after the prompts of other pairs of a step, and --train.batch_size "
+            f"{config.train.batch_size} has only one; take 2 or more."
         )
 
 

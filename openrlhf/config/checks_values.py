@@ -88,6 +88,8 @@ RANGES: dict[str, Range] = {
     "entropy_coef": NOT_NEGATIVE,
     "nll_loss_coef": NOT_NEGATIVE,
     "simpo_gamma": NOT_NEGATIVE,
+    "kto_desirable_weight": POSITIVE,
+    "kto_undesirable_weight": POSITIVE,
     "clip_range": ANY_OR_INF,
     "lr": POSITIVE,
     "momentum": SHARE_BELOW_1,

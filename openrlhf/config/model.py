@@ -10,7 +10,7 @@ import tyro
 from openrlhf.config.optimizer import OptimizerConfig, adamw
 
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo", "gmpo"]
-PreferenceLoss = Literal["dpo", "ipo", "orpo", "simpo"]
+PreferenceLoss = Literal["dpo", "ipo", "kto", "orpo", "simpo"]
 
 # Optimizer flags stand directly under their owner: --actor.adam.lr, and --adam.lr in the supervised commands.
 OwnOptimizer = Annotated[OptimizerConfig, tyro.conf.arg(name="")]
@@ -57,11 +57,15 @@ class DPOModelConfig(ModelConfig):
     beta: float = 0.1
     """Strength of the pull towards the reference model; orpo: weight of the odds ratio; simpo: scale of the reward."""
     loss_type: PreferenceLoss = "dpo"
-    """Preference loss: dpo, ipo, or without a reference model orpo or simpo."""
+    """Preference loss: dpo, ipo, kto, or without a reference model orpo or simpo."""
     ipo_enable: bool = False
     """Use the IPO loss, as --model.loss_type ipo does."""
     ipo_sum_enable: bool = False
     """IPO over sums of log-probs, whose target depends on lengths, instead of means over tokens."""
+    kto_desirable_weight: float = 1.0
+    """Weight of the chosen responses in kto."""
+    kto_undesirable_weight: float = 1.0
+    """Weight of the rejected responses in kto."""
     simpo_gamma: float = 0.5
     """Margin that simpo asks for."""
     label_smoothing: float = 0.0
@@ -77,7 +81,7 @@ class DPOModelConfig(ModelConfig):
     @property
     def has_reference(self) -> bool:
         """Whether the loss looks at a reference model."""
-        return self.loss in ("dpo", "ipo")
+        return self.loss in ("dpo", "ipo", "kto")
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ DPO = (
     Dependent(
         ("ref.*",),
         lambda c: c.model.has_reference,
-        "without a loss that looks at a reference model (--model.loss_type dpo or ipo)",
+        "without a loss that looks at a reference model (--model.loss_type dpo, ipo or kto)",
     ),
     Dependent(("ref.offload",), lambda c: not c.ref.precompute, "under --ref.precompute, which gives the model up"),
     Dependent(
@@ -91,6 +91,7 @@ DPO = (
         "under --ds.zero_stage 3, where each GPU holds only its part of it",
     ),
     Dependent(("model.ipo_sum_enable",), lambda c: c.model.loss == "ipo", "without --model.ipo_enable"),
+    Dependent(("model.kto_*",), lambda c: c.model.loss == "kto", "without --model.loss_type kto"),
     Dependent(("model.simpo_gamma",), lambda c: c.model.loss == "simpo", "without --model.loss_type simpo"),
 )
 RL = (

@@ -11,6 +11,7 @@ import torch
 from openrlhf.algorithms.preference_loss import (
     PairInputs,
     chosen_nll,
+    kto_reference_point,
     pair_metrics,
     preference_loss,
     response_sums,
@@ -19,8 +20,9 @@ from openrlhf.backends.base import Backend
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import DPOConfig, DPOModelConfig, to_flags_yaml
+from openrlhf.data.batching import plan_micro_batches
 from openrlhf.data.packed_batch import PackedBatch
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_pairs
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_mismatched, pack_pairs
 from openrlhf.data.rows import Rows
 from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
 from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps
@@ -34,7 +36,7 @@ from openrlhf.trainer.supervised_run import (
     training_rows,
 )
 
-REF_LOGPROBS = "ref_logprobs"
+REF_LOGPROBS, POINT = "ref_logprobs", "reference_point"
 # Micro-batches that a reference is asked about at one time.
 GROUP = 64
 
@@ -50,18 +52,21 @@ class DPOObjective(Objective):
         *,
         reference: ReferenceModel | None = None,
         table: torch.Tensor | None = None,
+        micro_batch_size: int = 1,
     ) -> None:
         """Args:
         model: the loss and its parameters.
         pad_token_id: fills the batch of a rank that is short of pairs.
         reference: asked during training; None where ``table`` is given or the loss has no reference.
         table: float64 [pairs, 2], what the reference said about every pair.
+        micro_batch_size: pairs of a forward that is not the loss's own.
         """
         self._data = data
         self._model = model
         self._pad_token_id = pad_token_id
         self._reference = reference
         self._table = table
+        self._micro_batch_size = micro_batch_size
         self.lengths = data.lengths
 
     def pack(self, items: Sequence[int]) -> PackedBatch:
@@ -71,18 +76,46 @@ class DPOObjective(Objective):
             batch.row_fields[REF_LOGPROBS] = as_row_field(self._table, items)
         return batch
 
-    def prepared(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+    def prepared(self, backend: Backend, items: Sequence[int], batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
         """Yields: the batches, with what the reference says about them where it is asked during training."""
         if self._reference is None:
             yield from batches
             return
+        point = self._reference_point(backend, items) if self._model.loss == "kto" else None
         # An offloaded reference comes and goes once for a group, not for every micro-batch.
         rest = iter(batches)
         while group := list(islice(rest, GROUP)):
             with self._reference.at_hand():
                 for batch in group:
                     batch.row_fields[REF_LOGPROBS] = self._reference.sums(batch)
+                    if point is not None:
+                        batch.row_fields[POINT] = torch.full((batch.num_rows,), point, dtype=torch.float64)
             yield from group
+
+    def _reference_point(self, backend: Backend, items: Sequence[int]) -> float:
+        """z0 of KTO over the whole step, whose pairs lend each other their responses; 0 for a single pair."""
+        if len(items) < 2:
+            return 0.0
+        total = backend.all_reduce(float(self.mismatched_ratios(backend, items).sum()))
+        return float(kto_reference_point(torch.tensor(total, dtype=torch.float64), 2 * len(items)))
+
+    @torch.no_grad()
+    def mismatched_ratios(self, backend: Backend, items: Sequence[int]) -> torch.Tensor:
+        """Returns: float64, log-ratios of policy to reference of this rank's share of the responses of each pair,
+        set after the prompt of the pair before it (the first pair's after that of the last).
+        """
+        lent = list(zip(items, [*items[1:], items[0]], strict=True))
+        lengths = [int(self.lengths[item]) for item in items]
+        plan = plan_micro_batches(lengths, backend.world_size, micro_batch_size=self._micro_batch_size)
+        found = [torch.zeros(0, dtype=torch.float64, device=backend.device)]
+        with self._reference.at_hand():
+            for places in plan[backend.rank]:
+                batch = pack_mismatched(self._data, [lent[place] for place in places], self._pad_token_id)
+                batch = batch.to(backend.device)
+                ref_sums = self._reference.sums(batch)
+                sums, _ = response_sums(backend.forward(batch).logprobs, batch.action_mask, batch.cu_seqlens)
+                found.append((sums - ref_sums)[: batch.num_rows - batch.pad_rows])
+        return torch.cat(found)
 
     def row_lengths(self, items: Sequence[int]) -> list[int]:
         """Tokens of the rows of the pairs."""
@@ -97,7 +130,7 @@ class DPOObjective(Objective):
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
         """This batch's share of the mean over ``units`` pairs."""
         batch = batch.to(backend.device)
-        ref_sums = batch.row_fields.get(REF_LOGPROBS)
+        ref_sums, point = batch.row_fields.get(REF_LOGPROBS), batch.row_fields.get(POINT)
         sums, tokens = response_sums(backend.forward(batch).logprobs, batch.action_mask, batch.cu_seqlens)
         rows = batch.num_rows - batch.pad_rows
         chosen, rejected = slice(0, rows, 2), slice(1, rows, 2)
@@ -112,6 +145,9 @@ class DPOObjective(Objective):
             label_smoothing=self._model.label_smoothing,
             ipo_sum=self._model.ipo_sum_enable,
             simpo_gamma=self._model.simpo_gamma,
+            reference_point=point if point is None else point[0],
+            desirable_weight=self._model.kto_desirable_weight,
+            undesirable_weight=self._model.kto_undesirable_weight,
         )
         losses, nll = preference_loss(self._model.loss, inputs), chosen_nll(inputs)
         total = losses.loss.sum() + self._model.nll_loss_coef * nll.sum()
@@ -184,7 +220,14 @@ def _objectives(
     elif config.model.has_reference:
         reference = ReferenceModel.load(config, list(parts.values()), device)
     return {
-        name: DPOObjective(data, config.model, pad_token_id, reference=reference, table=tables.get(name))
+        name: DPOObjective(
+            data,
+            config.model,
+            pad_token_id,
+            reference=reference,
+            table=tables.get(name),
+            micro_batch_size=config.train.micro_batch_size,
+        )
         for name, data in parts.items()
     }
 
@@ -199,6 +242,9 @@ def _fixed_loss(config: DPOConfig) -> dict[str, Any]:
     }
     if model.loss == "ipo":
         found["--model.ipo_sum_enable"] = model.ipo_sum_enable
+    if model.loss == "kto":
+        found["--model.kto_desirable_weight"] = model.kto_desirable_weight
+        found["--model.kto_undesirable_weight"] = model.kto_undesirable_weight
     if model.loss == "simpo":
         found["--model.simpo_gamma"] = model.simpo_gamma
     if model.has_reference:

@@ -36,8 +36,15 @@ class Objective(Protocol):
         """Tokens of each row of the items, which attention does not look beyond."""
         return [int(self.lengths[item]) for item in items]
 
-    def prepared(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
-        """Yields: the micro-batches of a rank with what the loss needs from elsewhere; a collective."""
+    def prepared(self, backend: Backend, items: Sequence[int], batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        """Adds what the loss needs beside a forward over the micro-batch; a collective.
+
+        Args:
+            items: of the whole step, on all ranks the same.
+            batches: this rank's micro-batches of them.
+
+        Yields: the same batches, in order.
+        """
         yield from batches
 
     def units(self, items: Sequence[int]) -> int:
@@ -120,7 +127,7 @@ def micro_batches(
     lengths = [int(objective.lengths[item]) for item in items]
     plan = plan_micro_batches(lengths, backend.world_size, micro_batch_size=micro_batch_size)
     packed = (objective.pack([items[place] for place in micro_batch]) for micro_batch in plan[backend.rank])
-    yield from objective.prepared(packed)
+    yield from objective.prepared(backend, items, packed)
 
 
 class _Sums:

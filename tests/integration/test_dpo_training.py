@@ -83,12 +83,12 @@ def test_every_way_to_deal_out_pairs_and_ask_the_reference_takes_the_steps_of_a_
 
 
 def _start_at_the_reference(folder: Path, inputs: dict[str, Path]) -> None:
-    for loss in ("dpo", "ipo"):
+    for loss, begins in (("dpo", math.log(2)), ("ipo", (0.5 / worker.BETA) ** 2), ("kto", 0.5)):
         model = {"loss_type": loss, "nll_loss_coef": 0.0}
         config = worker.make_config(folder / loss, inputs["model"], inputs["data"], model=model)
         worker.train_in_place(config)
         first, *_, last = metrics_of(config)
-        assert first["loss/train"] == pytest.approx(math.log(2) if loss == "dpo" else (0.5 / worker.BETA) ** 2)
+        assert first["loss/train"] == pytest.approx(begins)
         assert first["reward_gap/train"] == pytest.approx(0.0, abs=1e-6)
         assert last["reward_gap/train"] > 0.01
     for loss in ("orpo", "simpo"):

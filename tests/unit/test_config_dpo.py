@@ -31,6 +31,10 @@ def dpo(*extra: str):
         (["--ref.offload", "--ref.precompute"], "--ref.offload has no effect under --ref.precompute"),
         (["--ref.offload", "--ds.zero_stage", "3"], "--ref.offload has no effect under --ds.zero_stage 3"),
         (["--model.ipo_sum_enable"], "--model.ipo_sum_enable has no effect without --model.ipo_enable"),
+        (
+            ["--model.kto_desirable_weight", "2"],
+            "--model.kto_desirable_weight has no effect without --model.loss_type kto",
+        ),
         (["--model.simpo_gamma", "1"], "--model.simpo_gamma has no effect without --model.loss_type simpo"),
     ],
 )
@@ -48,6 +52,7 @@ def test_a_flag_without_effect_is_named(flags, said):
         ["--model.ipo_enable", "--model.ipo_sum_enable"],
         ["--model.ipo_enable", "--model.loss_type", "ipo"],
         ["--model.loss_type", "simpo", "--model.simpo_gamma", "1", "--model.label_smoothing", "0.1"],
+        ["--model.loss_type", "kto", "--ref.offload", "--model.kto_undesirable_weight", "1.3"],
         ["--model.label_smoothing", "0.1", "--model.nll_loss_coef", "0.2"],
     ],
 )
@@ -55,10 +60,9 @@ def test_flags_that_mean_something_together_pass_without_a_word(flags):
     assert notes(dpo(*flags)) == []
 
 
-def test_the_losses_of_the_flags_are_those_of_the_algorithms_that_need_no_data_of_another_kind():
-    # kto estimates its reference point from responses to other prompts, which pairs do not hold.
+def test_the_losses_of_the_flags_are_those_of_the_algorithms():
     choices = set(flags_of(COMMANDS["train_dpo"])["model.loss_type"].choices)
-    assert choices == set(PREFERENCE_LOSSES) - {"kto"}
+    assert choices == set(PREFERENCE_LOSSES)
     assert set(SMOOTHED_BY_FLAG) == set(SMOOTHED_LOSSES)
     without = {name for name in choices if not DPOModelConfig(loss_type=name).has_reference}
     assert without == set(REFERENCE_FREE)

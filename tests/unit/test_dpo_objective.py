@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.config import DPOModelConfig
 from openrlhf.data.batching import plan_micro_batches
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_mismatched
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.forward import ForwardPlan, score_tokens
 from openrlhf.trainer.dpo import DPOObjective
@@ -44,6 +44,10 @@ class OneProcess:
         self.device = torch.device("cpu")
         self.plan = ForwardPlan(packed=packed)
         self.log: list[str] = []
+        self.rank, self.world_size = 0, 1
+
+    def all_reduce(self, value):
+        return value
 
     def forward(self, batch):
         self.log.append("forward")
@@ -62,7 +66,7 @@ def whole_step(backend, objective, *, micro_batch_size, ranks=1):
     items = list(range(PAIRS))
     total, metrics = 0.0, {}
     for rank in plan_micro_batches(list(objective.lengths), ranks, micro_batch_size=micro_batch_size):
-        for batch in objective.prepared(map(objective.pack, rank)):
+        for batch in objective.prepared(backend, items, map(objective.pack, rank)):
             loss, extra = objective.loss(backend, batch, objective.units(items))
             loss.backward()
             total += loss.item()
@@ -75,7 +79,7 @@ def table_of(reference, data):
     return reference.sums(whole).view(-1, 2)
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "orpo", "simpo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "kto", "orpo", "simpo"])
 def test_loss_and_gradient_do_not_depend_on_micro_batches_ranks_packing_or_how_the_reference_is_asked(
     data, folder, tmp_path, loss
 ):
@@ -83,7 +87,9 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_ranks_packing_or_how_t
     backend = OneProcess(folder)
     reference = ReferenceModel(OneProcess(make_tiny_model(tmp_path / "reference", "qwen3", seed=7)))
     live = DPOObjective(data, model, PAD_ID, reference=reference)
-    stored = DPOObjective(data, model, PAD_ID, table=table_of(reference, data))
+    # What kto sets together differs from step to step, so nothing can be stored.
+    table = table_of(reference, data)
+    stored = live if loss == "kto" else DPOObjective(data, model, PAD_ID, table=table)
     expected, metrics, gradient = whole_step(backend, live, micro_batch_size=PAIRS)
     assert gradient.norm() > 1e-3
     for objective, other, micro, ranks in (
@@ -120,7 +126,7 @@ def test_a_rank_without_pairs_has_the_metrics_of_the_others_a_loss_of_0_and_a_gr
         DPOObjective(data, DPOModelConfig(), PAD_ID, table=table),
         DPOObjective(data, DPOModelConfig(), PAD_ID, reference=ReferenceModel(backend)),
     ):
-        empty, full = objective.prepared([objective.pack([]), objective.pack([0])])
+        empty, full = objective.prepared(backend, range(PAIRS), [objective.pack([]), objective.pack([0])])
         loss, metrics = objective.loss(backend, empty, PAIRS)
         loss.backward()
         assert loss.item() == 0 and all(float(value) == 0 for value in metrics.values())
@@ -140,7 +146,7 @@ def test_an_offloaded_reference_comes_and_goes_once_for_a_group_of_micro_batches
     monkeypatch.setattr("openrlhf.trainer.dpo.GROUP", 2)
     backend = OneProcess(folder)
     objective = DPOObjective(data, DPOModelConfig(), PAD_ID, reference=ReferenceModel(backend, offload=True))
-    batches = objective.prepared(map(objective.pack, ([0], [1, 2], [])))
+    batches = objective.prepared(backend, [0, 1, 2], map(objective.pack, ([0], [1, 2], [])))
     first = next(batches)
     assert backend.log == ["offload", "reload", "forward", "forward", "offload"]
     sums = [batch.row_fields["ref_logprobs"] for batch in (first, *batches)]
@@ -161,3 +167,55 @@ def test_settings_of_ipo_say_whether_it_sums(data, folder):
         for changes in (None, ("ipo_sum_enable", True))
     }
     assert found[None] != pytest.approx(found["ipo_sum_enable", True])
+
+
+def test_the_reference_point_of_kto_is_a_mean_over_responses_set_after_the_prompts_of_other_pairs(
+    data, folder, tmp_path
+):
+    backend, other = OneProcess(folder), OneProcess(make_tiny_model(tmp_path / "reference", "qwen3", seed=7))
+    objective = DPOObjective(data, DPOModelConfig(loss_type="kto"), PAD_ID, reference=ReferenceModel(other))
+    items, expected = [3, 0, 4], []
+    for here, there in ((3, 0), (0, 4), (4, 3)):
+        record = data[here]
+        prompt = [token for token, mask in zip(record.chosen, record.chosen_mask, strict=True) if not mask]
+        for tokens, mask in (
+            (data[there].chosen, data[there].chosen_mask),
+            (data[there].rejected, data[there].rejected_mask),
+        ):
+            answer = [token for token, of_answer in zip(tokens, mask, strict=True) if of_answer]
+            ids = torch.tensor([prompt + answer])
+            with torch.no_grad():
+                sums = [
+                    each.module(ids)
+                    .logits[0]
+                    .log_softmax(-1)[:-1]
+                    .gather(-1, ids[0, 1:, None])[len(prompt) - 1 :]
+                    .sum()
+                    for each in (backend, other)
+                ]
+            expected.append(float(sums[0] - sums[1]))
+    assert objective.mismatched_ratios(backend, items).tolist() == pytest.approx(expected, rel=1e-6)
+    point = max(0.0, sum(expected) / 6)
+    (batch,) = objective.prepared(backend, items, [objective.pack(items)])
+    assert batch.row_fields["reference_point"].tolist() == pytest.approx([point] * 6, rel=1e-6)
+    shares = []
+    for backend.rank in range(4):
+        backend.world_size = 4
+        shares += objective.mismatched_ratios(backend, items).tolist()
+    assert sorted(shares) == pytest.approx(sorted(expected), rel=1e-6)
+
+
+def test_a_single_pair_of_a_step_has_no_other_prompt_and_a_reference_point_of_0(data, folder):
+    backend = OneProcess(folder)
+    objective = DPOObjective(data, DPOModelConfig(loss_type="kto"), PAD_ID, reference=ReferenceModel(backend))
+    (batch,) = objective.prepared(backend, [2], [objective.pack([2])])
+    assert batch.row_fields["reference_point"].tolist() == [0.0, 0.0]
+
+
+def test_rows_of_lent_responses_are_cut_at_the_length_that_rows_may_have(data):
+    data.max_len = 6
+    batch = pack_mismatched(data, [(0, 4), (4, 1)], PAD_ID)
+    assert batch.num_rows == 4 and int(batch.lengths.max()) == 6
+    prompts = [int((~mask).sum()) for mask in batch.action_mask.split(batch.lengths.tolist())]
+    assert prompts[0] == prompts[1] and prompts[2] == prompts[3]
+    assert pack_mismatched(data, [], PAD_ID).pad_rows == 1
