@@ -22,7 +22,8 @@ from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import DPOConfig, DPOModelConfig, to_flags_yaml
 from openrlhf.data.batching import plan_micro_batches
 from openrlhf.data.packed_batch import PackedBatch
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_mismatched, pack_pairs
+from openrlhf.data.pair_packing import pack_mismatched, pack_pairs
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.rows import Rows
 from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
 from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps

@@ -21,7 +21,8 @@ from openrlhf.backends.distributed import from_rank_0, raise_if_any
 from openrlhf.config import ConfigError, DPOConfig
 from openrlhf.data.batching import plan_micro_batches
 from openrlhf.data.packed_batch import PackedBatch
-from openrlhf.data.preference import PreferenceDataset, pack_pairs
+from openrlhf.data.pair_packing import pack_pairs
+from openrlhf.data.preference import PreferenceDataset
 from openrlhf.tracking.progress import Bar
 from openrlhf.trainer.supervised_outputs import state_to_resume
 from openrlhf.trainer.supervised_run import check_vocabulary

@@ -15,7 +15,8 @@ from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import RMConfig, to_flags_yaml
 from openrlhf.config.model import RMModelConfig
 from openrlhf.data.packed_batch import PackedBatch
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_pairs
+from openrlhf.data.pair_packing import pack_pairs
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.rows import Rows
 from openrlhf.models.loading import keep_pad_apart, load_config
 from openrlhf.models.value_head import HeadSpec

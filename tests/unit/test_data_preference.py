@@ -9,7 +9,8 @@ import torch
 
 from openrlhf.config.errors import ConfigError
 from openrlhf.data.errors import DataError
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_pairs
+from openrlhf.data.pair_packing import pack_pairs
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.sources import load_dataset_mix
 from tests.tiny_models import END_ID, PAD_ID, make_tokenizer
 from tests.unit.test_data_spans import HEADERS_ONLY

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.config import DPOModelConfig
 from openrlhf.data.batching import plan_micro_batches
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat, pack_mismatched
+from openrlhf.data.pair_packing import pack_mismatched
+from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.forward import ForwardPlan, score_tokens
 from openrlhf.trainer.dpo import DPOObjective
