@@ -15,6 +15,11 @@ from openrlhf.backends.fragments import own_fragment
 SURE_LR = 2.0**-23
 NAMED = 5
 
+ZERO_GRADIENT = (
+    "the gradient of an optimizer step is 0 for every weight; in RL that is so where the samples of each group have "
+    "equal rewards, and nothing was learned from them"
+)
+
 
 def fingerprints(module: Any, device: torch.device) -> dict[str, tuple[float, float]]:
     """Two sums over each trainable parameter's full-precision copy, over all ranks; collective.
@@ -47,6 +52,7 @@ class MovementWatch:
         self._start = fingerprints(module, device)
         self._last_lr = 0.0
         self._answered = False
+        self._zero_told = False
 
     def unmoved(self) -> list[str]:
         """Names of the trainable parameters that stand where they stood; collective."""
@@ -58,10 +64,15 @@ class MovementWatch:
 
         It looks once: after the first step whose learning rate was large enough to move any weight, or no longer rose.
 
-        Returns: a sentence that names weights which did not move; None where there are none, and at all other times.
+        Returns: a sentence that names weights which did not move, or, once, that there was no gradient at all; None at
+            all other times.
         """
         if self._answered or step.skipped or step.lr <= 0:
             return None
+        if step.grad_norm == 0:
+            # Nothing has to move then, so this step judges no weight.
+            told, self._zero_told = self._zero_told, True
+            return None if told else ZERO_GRADIENT
         rising, self._last_lr = step.lr > self._last_lr, step.lr
         if step.lr < SURE_LR and rising:
             return None

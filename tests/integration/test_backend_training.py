@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from openrlhf.backends.base import StepResult
-from openrlhf.backends.movement import MovementWatch
+from openrlhf.backends.movement import ZERO_GRADIENT, MovementWatch
 from openrlhf.config import ConfigError
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model
@@ -149,6 +149,17 @@ def test_a_rate_that_still_rises_from_nearly_nothing_blames_no_weight_yet() -> N
     assert said == [False, False, True, False]
     (said,) = worker.run_ranks(_watch, 1, [1.0, 1.0, 1.0], (0,))
     assert said == [False, True, False]
+
+
+def _zero_gradients() -> list[str | None]:
+    watch = MovementWatch(torch.nn.Linear(2, 2), torch.device("cpu"))
+    return [watch.warning(StepResult(norm, False, 1.0)) for norm in (0.0, 0.0, 1.0, 0.0)]
+
+
+def test_a_step_without_any_gradient_is_told_once_and_judges_no_weight() -> None:
+    (said,) = worker.run_ranks(_zero_gradients, 1)
+    assert said[0] == ZERO_GRADIENT and said[1] is None and said[3] is None
+    assert said[2].startswith("2 of 2 trainable weights have not moved")
 
 
 def _disagree(folder: Path) -> list[bool]:
