@@ -23,6 +23,8 @@ from openrlhf.rollout.transports import Rendezvous
 from openrlhf.utils.own_gpus import keep_own_gpus
 from openrlhf.utils.seeds import derive_seed
 
+_WATCH_S = 1.0
+
 BLOCK_SHARE = 0.5
 """Of a sample's time, what its code may keep the event loop of all without awaiting."""
 
@@ -95,6 +97,8 @@ class RolloutActor:
     def __init__(self, engine: EngineSpec, agent: AgentSpec) -> None:
         self._engine_spec = engine
         self._agent_spec = agent
+        # The engine's processes are all to be there.
+        self._started = False
 
     async def start(self) -> dict[str, Any]:
         """Starts engine and agent. Returns: process id, node and, by worker of the engine, the GPU (None on a CPU)."""
@@ -124,11 +128,18 @@ class RolloutActor:
             self._files.close()
             raise
         gpus = await self._engine.start()
+        self._started = True
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "gpus": gpus}
 
     async def watch(self) -> None:
-        """Never returns: the call fails when this worker dies."""
-        await asyncio.Event().wait()
+        """Never returns: the call fails when this worker dies, or one of its engine's processes.
+
+        vLLM itself may wait for a killed process for ever, where it was killed in the middle of an answer.
+        """
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if self._started:
+                self._engine.check_processes()
 
     async def rollout(self, request: GroupRequest) -> list[Trajectory]:
         """Samples one group. Returns: its trajectories in order; failures of an agent or a reward are states of them.
@@ -219,6 +230,7 @@ class RolloutActor:
 
     async def stop(self) -> None:
         """Ends engine and reward processes."""
+        self._started = False
         if self._reward is not None:
             await self._reward.close()
         self._engine.shutdown()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import psutil
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -78,6 +79,7 @@ class VllmEngine:
         except Exception as error:
             cause = self._written_cause() or describe_start(error)
             raise RunError(f"vLLM could not start with the model {spec.model}: {cause}") from error
+        self._processes = [child for child in psutil.Process().children(recursive=True) if _is_vllms(child)]
         self._request_ids = itertools.count()
         self._running = 0
         self._updating = False
@@ -225,6 +227,13 @@ class VllmEngine:
             self._updating = False
             raise
 
+    def check_processes(self) -> None:
+        """Raises EngineDied where one of the engine's processes has ended."""
+        for process in self._processes:
+            if not _lives(process):
+                cause = self._written_cause() or "killed, crashed or out of memory"
+                raise EngineDied(f"a process of the engine has ended: {cause}")
+
     async def check_health(self) -> None:
         """Raises where the engine's core has died."""
         with self._naming_death():
@@ -233,6 +242,21 @@ class VllmEngine:
     def shutdown(self) -> None:
         """Ends the engine's processes."""
         self._engine.shutdown()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_vllms(process: psutil.Process) -> bool:
+    """Whether a process has a title as vLLM gives its own."""
+    try:
+        return " ".join(process.cmdline()).startswith("VLLM::")
+    except psutil.Error:
+        return False
 
 
 def make_sampling_params(
