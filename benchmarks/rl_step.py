@@ -34,7 +34,7 @@ WORDS = (
     "river market winter engine letter garden number window silver planet morning teacher bridge forest music paper "
     "signal harbor copper village summer doctor mirror yellow castle engine ladder ticket pepper cotton island marble"
 ).split()
-PROMPT_WORDS, PROMPTS_A_STEP, SAMPLES = 42, 64, 8
+PROMPT_WORDS, PROMPTS_A_STEP, SAMPLES = 35, 64, 8
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

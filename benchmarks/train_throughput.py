@@ -28,6 +28,7 @@ from openrlhf.backends.distributed import init_distributed
 from openrlhf.config import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.sft import SFTRecord
 from openrlhf.models.loading import DTYPES
+from openrlhf.trainer.flops import model_flops, peak_flops
 from openrlhf.trainer.process import choose_device, prepare_process
 from openrlhf.trainer.sft import SFTObjective
 from openrlhf.trainer.supervised import train_step
@@ -40,8 +41,6 @@ SIZES: dict[str, tuple[int, int, int, int, int, bool, int]] = {
     "1.5B": (1536, 28, 12, 2, 8960, True, VOCAB),
     "4B": (2560, 36, 20, 4, 9728, False, VOCAB),
 }
-# Dense bf16 operations per second, by a part of the device's name.
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 ROWS_LISTED = 25
 
 
@@ -110,24 +109,17 @@ def model_config(size: str) -> Qwen2Config:
     )
 
 
-def work_of_step(config: Qwen2Config, parameters: int, lengths: Sequence[int], *, checkpointing: bool) -> Work:
-    """Counts operations: 2 a parameter and token in the forward, twice that in the backward; an input embedding that
-    is not the output head as well is only looked up.
+def work_of_step(module: Any, lengths: Sequence[int], *, checkpointing: bool) -> Work:
+    """Counts operations; the logits are computed twice in any case, and whole layers under gradient checkpointing.
 
     Args:
-        parameters: of the model, tied ones once.
+        module: a model that is trained whole.
         lengths: tokens of each row of the step.
     """
-    tokens = sum(lengths)
-    head = config.vocab_size * config.hidden_size
-    multiplied = parameters - (0 if config.tie_word_embeddings else head)
-    # Scores, and values summed by them: 2 operations each, for half of all pairs of tokens.
-    attention = 2 * config.num_hidden_layers * config.hidden_size * sum(length**2 for length in lengths)
-    forward = 2 * multiplied * tokens + attention
-    again = 2 * head * tokens
-    if checkpointing:
-        again += forward - 2 * head * tokens
-    return Work(model=3 * forward, hardware=3 * forward + again)
+    work = model_flops(module).training(lengths)
+    # A forward is a third of a step.
+    head = 2 * module.config.vocab_size * module.config.hidden_size * sum(lengths)
+    return Work(model=work, hardware=work + (work / 3 if checkpointing else head))
 
 
 def make_model(size: str, dtype: torch.dtype, device: torch.device, folder: Path) -> None:
@@ -194,10 +186,10 @@ def report(
     """Returns: figures of a run whose steps took ``seconds`` each."""
     module = backend.module
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-    work = work_of_step(module.config, parameters, lengths, checkpointing=args.gradient_checkpointing)
+    work = work_of_step(module, lengths, checkpointing=args.gradient_checkpointing)
     on_gpu = backend.device.type == "cuda"
     name = torch.cuda.get_device_name(backend.device) if on_gpu else "cpu"
-    peak = next((value for part, value in PEAKS.items() if part in name), None)
+    peak = peak_flops(name)
     share = None if peak is None else 1 / (peak * backend.world_size * seconds)
     return {
         "size": args.size,

@@ -44,7 +44,7 @@ def check_rl(config: PPOConfig) -> None:
     check_correction(config)
     check_penalties(config)
     check_colocation(config)
-    check_engine_arguments(config)
+    check_reserved_arguments(config)
     if config.vllm.sync_backend not in SYNC_BACKENDS:
         known = ", ".join(SYNC_BACKENDS)
         raise ConfigError(f"--vllm.sync_backend must be one of {known}, found {config.vllm.sync_backend!r}.")
@@ -221,7 +221,7 @@ def check_penalties(config: PPOConfig) -> None:
         )
 
 
-def check_engine_arguments(config: PPOConfig) -> None:
+def check_reserved_arguments(config: PPOConfig) -> None:
     """Raises ConfigError where --vllm.extra would change what agents, trainer or weight transfer rely on."""
     for name in config.vllm.extra:
         # vLLM's command line writes dashes, and a user may copy it.

@@ -18,24 +18,16 @@ from openrlhf.algorithms.preference_loss import (
 )
 from openrlhf.backends.base import Backend
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
-from openrlhf.backends.shapes import parameter_shapes
-from openrlhf.config import DPOConfig, DPOModelConfig, to_flags_yaml
+from openrlhf.config import DPOConfig, DPOModelConfig
 from openrlhf.data.batching import plan_micro_batches
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.pair_packing import pack_mismatched, pack_pairs
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
+from openrlhf.data.preference import PreferenceDataset
 from openrlhf.data.rows import Rows
+from openrlhf.trainer.pairs import tokenise_pairs
 from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
-from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps
-from openrlhf.trainer.supervised_outputs import SupervisedOutputs
-from openrlhf.trainer.supervised_run import (
-    check_vocabulary,
-    evaluation_rows,
-    fixed_settings,
-    loop_settings,
-    run_supervised,
-    training_rows,
-)
+from openrlhf.trainer.supervised import Objective
+from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
 REF_LOGPROBS, POINT = "ref_logprobs", "reference_point"
 # Micro-batches that a reference is asked about at one time.
@@ -165,7 +157,7 @@ def run(config: DPOConfig) -> None:
         ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
         RankError: something could not be written or read, on all ranks.
     """
-    run_supervised(config, load_data, load_evaluation, train)
+    run_supervised(config, tokenise, train)
 
 
 def train(
@@ -182,32 +174,17 @@ def train(
     """
     parts = {"training": data} | ({} if evaluation is None else {"evaluation": evaluation})
     objectives = _objectives(config, parts, tokenizer.pad_token_id, device)
-    settings = loop_settings(config)
-    backend = _backend(config, device, total_steps=planned_steps(len(data), settings))
+    backend = training_backend(config, device, len(data))
     check_vocabulary(backend, list(parts.values()), config.model.model_name_or_path)
-    outputs = SupervisedOutputs(
+    train_and_export(
+        config,
         backend,
         tokenizer,
-        shapes=parameter_shapes(backend.module),
-        ckpt=config.ckpt,
-        logger=config.logger,
-        command="train_dpo",
-        title="Direct preference optimisation",
-        config_yaml=to_flags_yaml(config),
-    )
-    trainer = SupervisedTrainer(
-        backend,
         objectives["training"],
-        settings,
-        outputs,
-        seed=config.train.seed,
-        fixed=fixed_settings(config) | _fixed_loss(config),
-        eval_objective=objectives.get("evaluation"),
+        objectives.get("evaluation"),
+        title="Direct preference optimisation",
+        fixed=_fixed_loss(config),
     )
-    try:
-        trainer.run()
-    finally:
-        outputs.close()
     return backend
 
 
@@ -253,51 +230,9 @@ def _fixed_loss(config: DPOConfig) -> dict[str, Any]:
     return found
 
 
-def load_data(config: DPOConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
-    """Returns: the training data.
-
-    Raises: ConfigError, DataError.
-    """
-    return tokenise(config, training_rows(config), tokenizer, progress=progress)
-
-
-def load_evaluation(config: DPOConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset | None:
-    """Returns: the held-out data, in the format of the training data; None where nothing is to be evaluated.
-
-    Raises: ConfigError, DataError.
-    """
-    rows = evaluation_rows(config)
-    return None if rows is None else tokenise(config, rows, tokenizer, progress=progress)
-
-
 def tokenise(config: DPOConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return PreferenceDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
-
-
-def data_format(config: DPOConfig) -> PreferenceFormat:
-    """Returns: how rows become pairs."""
-    return PreferenceFormat(
-        prompt_key=config.data.prompt_key,
-        chosen_key=config.data.chosen_key,
-        rejected_key=config.data.rejected_key,
-        input_template=config.data.input_template,
-        apply_chat_template=config.data.apply_chat_template,
-    )
-
-
-def _backend(config: DPOConfig, device: str, total_steps: int) -> DeepSpeedBackend:
-    return DeepSpeedBackend.for_training(
-        config.model.model_name_or_path,
-        ds=config.ds,
-        optimizer=config.optimizer,
-        gradient_checkpointing=config.model.gradient_checkpointing_enable,
-        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
-        total_steps=total_steps,
-        device=device,
-        seed=config.train.seed,
-        trust_remote_code=config.trust_remote_code,
-    )
+    return tokenise_pairs(config, rows, tokenizer, margin=False, progress=progress)

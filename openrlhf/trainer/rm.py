@@ -11,25 +11,17 @@ import torch
 from openrlhf.algorithms.preference_reward import pairwise_loss
 from openrlhf.backends.base import Backend
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
-from openrlhf.backends.shapes import parameter_shapes
-from openrlhf.config import RMConfig, to_flags_yaml
+from openrlhf.config import RMConfig
 from openrlhf.config.model import RMModelConfig
 from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.pair_packing import pack_pairs
-from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
+from openrlhf.data.preference import PreferenceDataset
 from openrlhf.data.rows import Rows
 from openrlhf.models.loading import keep_pad_apart, load_config
 from openrlhf.models.value_head import HeadSpec
-from openrlhf.trainer.supervised import Objective, SupervisedTrainer, micro_batches, planned_steps
-from openrlhf.trainer.supervised_outputs import SupervisedOutputs
-from openrlhf.trainer.supervised_run import (
-    check_vocabulary,
-    evaluation_rows,
-    fixed_settings,
-    loop_settings,
-    run_supervised,
-    training_rows,
-)
+from openrlhf.trainer.pairs import tokenise_pairs
+from openrlhf.trainer.supervised import Objective, micro_batches
+from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
 # Pairs that are scored for the mean and the deviation of rewards: enough for two digits of both.
 STATISTICS_PAIRS = 2048
@@ -113,7 +105,7 @@ def run(config: RMConfig) -> None:
         ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
         RankError: something could not be written or read, on all ranks.
     """
-    run_supervised(config, load_data, load_evaluation, train)
+    run_supervised(config, tokenise, train)
 
 
 def train(
@@ -128,52 +120,36 @@ def train(
 
     Returns: the backend with the trained model.
     """
-    settings = loop_settings(config)
     _separate_padding(config, tokenizer)
-    backend = _backend(config, tokenizer, device, total_steps=planned_steps(len(data), settings))
+    head = HeadSpec(
+        prefix=config.ds.value_head_prefix, fresh=True, seed=config.train.seed, pad_token_id=tokenizer.pad_token_id
+    )
+    backend = training_backend(config, device, len(data), head)
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
     objective = RewardObjective(data, config.model, tokenizer.pad_token_id)
     held_out = None if evaluation is None else RewardObjective(evaluation, config.model, tokenizer.pad_token_id)
 
     def record_statistics() -> str:
         """What --reward.normalize_enable reads; held-out pairs tell best what the model will say of new ones."""
-        mean, std, pairs = reward_statistics(backend, held_out or objective, settings.micro_batch_size)
+        mean, std, pairs = reward_statistics(backend, held_out or objective, config.train.micro_batch_size)
         backend.set_reward_statistics(mean, std)
         kind = "training" if held_out is None else "held-out"
         return f"rewards of {pairs} {kind} pairs: mean {mean:.4g}, standard deviation {std:.4g}, kept in config.json"
 
-    outputs = SupervisedOutputs(
+    train_and_export(
+        config,
         backend,
         tokenizer,
-        shapes=parameter_shapes(backend.module),
-        ckpt=config.ckpt,
-        logger=config.logger,
-        command="train_rm",
+        objective,
+        held_out,
         title="Reward model training",
-        config_yaml=to_flags_yaml(config),
+        fixed={
+            "--model.loss_type": config.model.loss_type,
+            "--model.margin_loss_enable": config.model.margin_loss_enable,
+        },
         before_export=record_statistics,
     )
-    trainer = SupervisedTrainer(
-        backend,
-        objective,
-        settings,
-        outputs,
-        seed=config.train.seed,
-        fixed=_fixed_settings(config),
-        eval_objective=held_out,
-    )
-    try:
-        trainer.run()
-    finally:
-        outputs.close()
     return backend
-
-
-def _fixed_settings(config: RMConfig) -> dict[str, Any]:
-    return fixed_settings(config) | {
-        "--model.loss_type": config.model.loss_type,
-        "--model.margin_loss_enable": config.model.margin_loss_enable,
-    }
 
 
 def _separate_padding(config: RMConfig, tokenizer: Any) -> None:
@@ -183,59 +159,9 @@ def _separate_padding(config: RMConfig, tokenizer: Any) -> None:
     keep_pad_apart(tokenizer, ends if isinstance(ends, list) else [ends])
 
 
-def load_data(config: RMConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
-    """Returns: the training data.
-
-    Raises: ConfigError, DataError.
-    """
-    return tokenise(config, training_rows(config), tokenizer, progress=progress)
-
-
-def load_evaluation(config: RMConfig, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset | None:
-    """Returns: the held-out data, in the format of the training data; None where nothing is to be evaluated.
-
-    Raises: ConfigError, DataError.
-    """
-    rows = evaluation_rows(config)
-    return None if rows is None else tokenise(config, rows, tokenizer, progress=progress)
-
-
 def tokenise(config: RMConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return PreferenceDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
-
-
-def data_format(config: RMConfig) -> PreferenceFormat:
-    """Returns: how rows become pairs."""
-    return PreferenceFormat(
-        prompt_key=config.data.prompt_key,
-        chosen_key=config.data.chosen_key,
-        rejected_key=config.data.rejected_key,
-        input_template=config.data.input_template,
-        apply_chat_template=config.data.apply_chat_template,
-        margin=config.model.margin_loss_enable,
-    )
-
-
-def _backend(config: RMConfig, tokenizer: Any, device: str, total_steps: int) -> DeepSpeedBackend:
-    head = HeadSpec(
-        prefix=config.ds.value_head_prefix,
-        fresh=True,
-        seed=config.train.seed,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return DeepSpeedBackend.for_training(
-        config.model.model_name_or_path,
-        ds=config.ds,
-        optimizer=config.optimizer,
-        gradient_checkpointing=config.model.gradient_checkpointing_enable,
-        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
-        total_steps=total_steps,
-        device=device,
-        seed=config.train.seed,
-        trust_remote_code=config.trust_remote_code,
-        head=head,
-    )
+    return tokenise_pairs(config, rows, tokenizer, margin=config.model.margin_loss_enable, progress=progress)

@@ -11,21 +11,12 @@ import torch
 from openrlhf.algorithms.aggregate import aggregate
 from openrlhf.backends.base import Backend
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
-from openrlhf.backends.shapes import parameter_shapes
-from openrlhf.config import SFTConfig, to_flags_yaml
+from openrlhf.config import SFTConfig
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 from openrlhf.data.rows import Rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
-from openrlhf.trainer.supervised import Objective, SupervisedTrainer, planned_steps
-from openrlhf.trainer.supervised_outputs import SupervisedOutputs
-from openrlhf.trainer.supervised_run import (
-    check_vocabulary,
-    evaluation_rows,
-    fixed_settings,
-    loop_settings,
-    run_supervised,
-    training_rows,
-)
+from openrlhf.trainer.supervised import Objective
+from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
 
 class SFTObjective(Objective):
@@ -66,7 +57,7 @@ def run(config: SFTConfig) -> None:
         ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
         RankError: something could not be written or read, on all ranks.
     """
-    run_supervised(config, load_data, load_evaluation, train)
+    run_supervised(config, tokenise, train)
 
 
 def train(
@@ -81,50 +72,12 @@ def train(
 
     Returns: the backend with the trained model.
     """
-    settings = loop_settings(config)
-    backend = _backend(config, device, total_steps=planned_steps(len(data), settings))
+    backend = training_backend(config, device, len(data))
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
-    outputs = SupervisedOutputs(
-        backend,
-        tokenizer,
-        shapes=parameter_shapes(backend.module),
-        ckpt=config.ckpt,
-        logger=config.logger,
-        command="train_sft",
-        title="Supervised fine-tuning",
-        config_yaml=to_flags_yaml(config),
-    )
-    trainer = SupervisedTrainer(
-        backend,
-        SFTObjective(data, tokenizer.pad_token_id),
-        settings,
-        outputs,
-        seed=config.train.seed,
-        fixed=fixed_settings(config),
-        eval_objective=None if evaluation is None else SFTObjective(evaluation, tokenizer.pad_token_id),
-    )
-    try:
-        trainer.run()
-    finally:
-        outputs.close()
+    objective = SFTObjective(data, tokenizer.pad_token_id)
+    held_out = None if evaluation is None else SFTObjective(evaluation, tokenizer.pad_token_id)
+    train_and_export(config, backend, tokenizer, objective, held_out, title="Supervised fine-tuning", fixed={})
     return backend
-
-
-def load_data(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
-    """Returns: the training data.
-
-    Raises: ConfigError, DataError.
-    """
-    return tokenise(config, training_rows(config), tokenizer, progress=progress)
-
-
-def load_evaluation(config: SFTConfig, tokenizer: Any, *, progress: bool = False) -> SFTDataset | None:
-    """Returns: the held-out data, in the format of the training data; None where nothing is to be evaluated.
-
-    Raises: ConfigError, DataError.
-    """
-    rows = evaluation_rows(config)
-    return None if rows is None else tokenise(config, rows, tokenizer, progress=progress)
 
 
 def tokenise(config: SFTConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
@@ -144,18 +97,4 @@ def data_format(config: SFTConfig) -> SFTFormat:
         apply_chat_template=config.data.apply_chat_template,
         multiturn=config.data.multiturn,
         pretrain_mode=config.model.pretrain_mode_enable,
-    )
-
-
-def _backend(config: SFTConfig, device: str, total_steps: int) -> DeepSpeedBackend:
-    return DeepSpeedBackend.for_training(
-        config.model.model_name_or_path,
-        ds=config.ds,
-        optimizer=config.optimizer,
-        gradient_checkpointing=config.model.gradient_checkpointing_enable,
-        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
-        total_steps=total_steps,
-        device=device,
-        seed=config.train.seed,
-        trust_remote_code=config.trust_remote_code,
     )

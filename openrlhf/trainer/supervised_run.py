@@ -8,15 +8,18 @@ from typing import Any, Protocol
 
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 from openrlhf.backends.distributed import init_distributed, shutdown_distributed
-from openrlhf.config import DPOConfig, RMConfig, SFTConfig
+from openrlhf.backends.shapes import parameter_shapes
+from openrlhf.config import DPOConfig, RMConfig, SFTConfig, to_flags_yaml
+from openrlhf.config.commands import command_of
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.parse import print_note
 from openrlhf.data.rows import Rows
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.value_head import HeadSpec
 from openrlhf.trainer.process import choose_device, make_deterministic, prepare_process, rank_from_environment
-from openrlhf.trainer.supervised import LoopSettings
-from openrlhf.trainer.supervised_outputs import sole_run
+from openrlhf.trainer.supervised import LoopSettings, Objective, SupervisedTrainer, planned_steps
+from openrlhf.trainer.supervised_outputs import SupervisedOutputs, sole_run
 
 SupervisedConfig = SFTConfig | RMConfig | DPOConfig
 
@@ -32,16 +35,14 @@ class TokenisedData(Protocol):
 
 def run_supervised(
     config: SupervisedConfig,
-    load_data: Callable[..., Any],
-    load_evaluation: Callable[..., Any],
+    tokenise: Callable[..., Any],
     train: Callable[..., Any],
 ) -> None:
     """Runs a command of supervised training; every rank of a launcher calls it, or else the process is the only rank.
 
     Args:
-        load_data: takes the config, the tokenizer and whether to show progress, and gives the training data.
-        load_evaluation: likewise the held-out data, or None.
-        train: takes the config, the tokenizer, both and the device; collective.
+        tokenise: takes the config, rows, the tokenizer and whether to show progress, and gives the rows' data.
+        train: takes the config, the tokenizer, training and held-out data (or None) and the device; collective.
 
     Raises:
         ConfigError, DataError: the settings or the data cannot be used, or another run writes into the same folder.
@@ -59,8 +60,7 @@ def run_supervised(
         chat_template=config.data.tokenizer_chat_template,
     )
     # Before the ranks meet: what is wrong with the data is then said within seconds.
-    data = load_data(config, tokenizer, progress=speaking)
-    evaluation = load_evaluation(config, tokenizer, progress=speaking)
+    data, evaluation = load_data(config, tokenise, tokenizer, progress=speaking)
     if speaking:
         for name, part in (("training", data), ("evaluation", evaluation)):
             if part is not None:
@@ -69,6 +69,85 @@ def run_supervised(
     with sole_run(config.ckpt, print_note):
         train(config, tokenizer, data, evaluation, device=device)
     shutdown_distributed()
+
+
+def load_data(
+    config: SupervisedConfig, tokenise: Callable[..., Any], tokenizer: Any, *, progress: bool = False
+) -> tuple[Any, Any]:
+    """Returns: the training data, and the held-out data in the same format; None where nothing is to be evaluated.
+
+    Raises: ConfigError, DataError.
+    """
+    held_out = evaluation_rows(config)
+    data = tokenise(config, training_rows(config), tokenizer, progress=progress)
+    return data, None if held_out is None else tokenise(config, held_out, tokenizer, progress=progress)
+
+
+def training_backend(
+    config: SupervisedConfig, device: str, items: int, head: HeadSpec | None = None
+) -> DeepSpeedBackend:
+    """Loads the model that is trained; collective.
+
+    Args:
+        items: rows or pairs of the training data, from which the schedule's length follows.
+        head: a scalar head in place of the one that gives logits.
+    """
+    return DeepSpeedBackend.for_training(
+        config.model.model_name_or_path,
+        ds=config.ds,
+        optimizer=config.optimizer,
+        gradient_checkpointing=config.model.gradient_checkpointing_enable,
+        gradient_checkpointing_reentrant=config.model.gradient_checkpointing_reentrant,
+        total_steps=planned_steps(items, loop_settings(config)),
+        device=device,
+        seed=config.train.seed,
+        trust_remote_code=config.trust_remote_code,
+        head=head,
+    )
+
+
+def train_and_export(
+    config: SupervisedConfig,
+    backend: DeepSpeedBackend,
+    tokenizer: Any,
+    objective: Objective,
+    held_out: Objective | None,
+    *,
+    title: str,
+    fixed: dict[str, Any],
+    before_export: Callable[[], str] | None = None,
+) -> None:
+    """Runs the loop from its start, or from where an earlier run stood, to the exported model; collective.
+
+    Args:
+        title: of the report.
+        fixed: by flag, what a resumed run must share beside ``fixed_settings``.
+        before_export: called on all ranks before each export; gives a line to print.
+    """
+    outputs = SupervisedOutputs(
+        backend,
+        tokenizer,
+        shapes=parameter_shapes(backend.module),
+        ckpt=config.ckpt,
+        logger=config.logger,
+        command=command_of(config),
+        title=title,
+        config_yaml=to_flags_yaml(config),
+        before_export=before_export,
+    )
+    trainer = SupervisedTrainer(
+        backend,
+        objective,
+        loop_settings(config),
+        outputs,
+        seed=config.train.seed,
+        fixed=fixed_settings(config) | fixed,
+        eval_objective=held_out,
+    )
+    try:
+        trainer.run()
+    finally:
+        outputs.close()
 
 
 def loop_settings(config: SupervisedConfig) -> LoopSettings:

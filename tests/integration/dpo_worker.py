@@ -145,7 +145,8 @@ def train_in_place(config: DPOConfig) -> Any:
     """What ``dpo.run`` does between joining and leaving the group. Returns: the backend."""
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.trainer import dpo
+    from openrlhf.trainer.supervised_run import load_data
 
     tokenizer = load_tokenizer(config.model.model_name_or_path)
-    data = dpo.load_data(config, tokenizer)
-    return dpo.train(config, tokenizer, data, dpo.load_evaluation(config, tokenizer), device="cpu")
+    data, evaluation = load_data(config, dpo.tokenise, tokenizer)
+    return dpo.train(config, tokenizer, data, evaluation, device="cpu")

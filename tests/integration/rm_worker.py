@@ -72,10 +72,11 @@ def train_in_place(config: RMConfig) -> Any:
     """What ``rm.run`` does between joining and leaving the group. Returns: the backend."""
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.trainer import rm
+    from openrlhf.trainer.supervised_run import load_data
 
     tokenizer = load_tokenizer(config.model.model_name_or_path)
-    data = rm.load_data(config, tokenizer)
-    return rm.train(config, tokenizer, data, rm.load_evaluation(config, tokenizer), device="cpu")
+    data, evaluation = load_data(config, rm.tokenise, tokenizer)
+    return rm.train(config, tokenizer, data, evaluation, device="cpu")
 
 
 def plain_pairs(model: Path, data: Path) -> list[tuple[list[int], list[int], float]]:

@@ -133,10 +133,11 @@ def train_in_place(config: SFTConfig) -> Any:
     """What ``sft.run`` does between joining and leaving the group. Returns: the backend."""
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.trainer import sft
+    from openrlhf.trainer.supervised_run import load_data
 
     tokenizer = load_tokenizer(config.model.model_name_or_path)
-    data = sft.load_data(config, tokenizer)
-    return sft.train(config, tokenizer, data, sft.load_evaluation(config, tokenizer), device="cpu")
+    data, evaluation = load_data(config, sft.tokenise, tokenizer)
+    return sft.train(config, tokenizer, data, evaluation, device="cpu")
 
 
 def metrics_of(config: SFTConfig) -> list[dict[str, Any]]:

@@ -60,15 +60,14 @@ def test_operations_are_those_that_pytorch_counts_without_the_half_of_attention_
     lengths = [300, 100]
     config = model_config("toy")
     model = AutoModelForCausalLM.from_config(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     masked = 2 * config.num_hidden_layers * config.hidden_size * sum(length**2 for length in lengths)
     head_again = 2 * config.vocab_size * config.hidden_size * sum(lengths)
 
-    plain = work_of_step(config, parameters, lengths, checkpointing=False)
+    plain = work_of_step(model, lengths, checkpointing=False)
     assert plain.model + 3 * masked == pytest.approx(_counted(False, lengths), rel=0.02)
     assert plain.hardware == plain.model + head_again
 
-    again = work_of_step(config, parameters, lengths, checkpointing=True)
+    again = work_of_step(model, lengths, checkpointing=True)
     assert again.model == plain.model
     # PyTorch's own forward keeps its logits, and so computes the head once; a layer is not computed again beyond the
     # last tensor that its backward reads, the input of the last product.
@@ -76,9 +75,11 @@ def test_operations_are_those_that_pytorch_counts_without_the_half_of_attention_
 
 
 def test_an_input_embedding_of_its_own_is_looked_up_and_not_multiplied() -> None:
-    config = model_config("toy")
     untied = model_config("toy")
     untied.tie_word_embeddings = False
-    embedding = config.vocab_size * config.hidden_size
-    tied = work_of_step(config, 1_000_000, [10], checkpointing=False)
-    assert work_of_step(untied, 1_000_000 + embedding, [10], checkpointing=False) == tied
+    models = [AutoModelForCausalLM.from_config(config) for config in (model_config("toy"), untied)]
+    embedding = untied.vocab_size * untied.hidden_size
+    tied_size, untied_size = (sum(parameter.numel() for parameter in model.parameters()) for model in models)
+    assert untied_size == tied_size + embedding
+    tied_work, untied_work = (work_of_step(model, [10], checkpointing=False) for model in models)
+    assert tied_work == untied_work

@@ -153,6 +153,7 @@ def _give_the_reference_up(folder: Path, inputs: dict[str, Path]) -> None:
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.trainer import dpo
     from openrlhf.trainer.reference import precomputed
+    from openrlhf.trainer.supervised_run import load_data
 
     for stage in (0, 2, 3):
         ref = {"precompute": True, "model_name_or_path": str(inputs["reference"])}
@@ -160,7 +161,7 @@ def _give_the_reference_up(folder: Path, inputs: dict[str, Path]) -> None:
             folder / f"{stage}", inputs["model"], inputs["data"], ref=ref, ds={"zero_stage": stage}
         )
         tokenizer = load_tokenizer(config.model.model_name_or_path)
-        data = dpo.load_data(config, tokenizer)
+        data, _ = load_data(config, dpo.tokenise, tokenizer)
         before = _live_elements()
         tables = precomputed(config, {"training": data}, pad_token_id=tokenizer.pad_token_id, device="cpu")
         assert tables["training"].shape == (len(data), 2)
