@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import warnings
 from datetime import timedelta
 from importlib import import_module
@@ -14,13 +13,6 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.config.errors import ConfigError
-
-
-def free_port() -> int:
-    """Returns: a TCP port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def quiet_deepspeed(device: str) -> None:
@@ -63,8 +55,8 @@ def init_distributed(device: str, timeout_s: float = 1800.0) -> torch.device:
     Returns: the device of this process.
     """
     if "WORLD_SIZE" not in os.environ:
-        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(single, MASTER_PORT=str(free_port()))
+        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(single)
     quiet_deepspeed(device)
     import deepspeed
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 import torch
+from torch.distributed import TCPStore
 
 from openrlhf.backends.base import Backend
 from openrlhf.backends.shapes import parameter_shapes, refuse_other_model, write_shapes
@@ -83,12 +84,11 @@ class TrainWorker:
         threading.Event().wait()
 
     def address(self) -> tuple[str, int]:
-        """Returns: this node's address and a port that is free on it, for the ranks to meet at."""
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Opens the store where the ranks meet, on a port that the system chose. Returns: its address and port."""
+        host = ray.util.get_node_ip_address()
+        # Held from here on: a port that was only looked for could be another process's when the ranks come.
+        self._meeting_place = TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False)
+        return host, self._meeting_place.port
 
     def setup(self, spec: ModelSpec, master: tuple[str, int]) -> dict[str, Any]:
         """Joins the other ranks and loads the model. Returns: process id, node and GPU."""
@@ -99,6 +99,9 @@ class TrainWorker:
             LOCAL_RANK="0",
             MASTER_ADDR=master[0],
             MASTER_PORT=str(master[1]),
+            # torch's word for a store that stands already: no rank opens one.
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            TORCHELASTIC_RESTART_COUNT="0",
         )
         if spec.device == "cpu":
             torch.set_num_threads(spec.threads)

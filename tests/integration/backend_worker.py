@@ -18,9 +18,9 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from openrlhf.backends.distributed import free_port
 from openrlhf.config import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
+from tests.ports import free_port
 
 STEPS = 3
 # Large: the gradient of a key's bias is zero up to rounding, and Adam would blow that rounding up to a whole step.

@@ -10,10 +10,10 @@ import pytest
 import ray
 import torch
 
-from openrlhf.backends.distributed import free_port
 from openrlhf.rollout.sending import send_weights
 from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, WeightGroup
 from openrlhf.utils.errors import RunError
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(180)
 

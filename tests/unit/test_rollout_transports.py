@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.backends.distributed import free_port
 from openrlhf.config import ConfigError
 from openrlhf.rollout.integrity import _GPU_CHUNK, checksum, packed_checksums
 from openrlhf.rollout.packing import Layout, pack, unpack
 from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, SharedMemorySender, WeightGroup
 from openrlhf.trainer.weight_sync import Site, choose_transport
+from tests.ports import free_port
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
