@@ -51,6 +51,11 @@ def write_report(output_dir: Path | str, title: str) -> Path:
     return page
 
 
+def report_what_there_is(output_dir: Path | str, title: str) -> Path | None:
+    """Writes the report of a run that was broken off. Returns: its path; None where no step was logged."""
+    return write_report(output_dir, title) if load_run(Path(output_dir)).rows else None
+
+
 def report_html(run: Run, title: str) -> str:
     """Returns: the page. Whatever comes from the run stands in it as text, never as markup."""
     charts = "".join(panel_svg(panel) for panel in panels(run)) or '<p class="none">No metrics were logged.</p>'

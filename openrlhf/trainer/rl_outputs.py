@@ -13,7 +13,7 @@ from openrlhf.data.trajectory import Trajectory
 from openrlhf.models.loading import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Console
-from openrlhf.tracking.report import write_report
+from openrlhf.tracking.report import report_what_there_is, write_report
 from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
 from openrlhf.trainer.best import BestModel
 from openrlhf.trainer.controller import Models, RLController
@@ -23,6 +23,7 @@ from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
 
 CONFIG_FILE = "config.yaml"
+TITLE = "Reinforcement learning"
 
 
 @contextmanager
@@ -181,13 +182,21 @@ class RLOutputs:
             problems = self._close_files()
             if problems:
                 raise problems[0]
-            report = write_report(self._folder, "Reinforcement learning")
+            report = write_report(self._folder, TITLE)
         self._console.note(f"model, metrics and rollouts: {self._folder}; report: {report}")
 
     def close(self) -> None:
-        """Flushes what is still open after a failure; one of its own is a warning, and does not hide the first."""
+        """After a failure, flushes what is open and writes the report of what there is; a second failure is a warning,
+        and does not hide the first.
+        """
+        unfinished = self._trackers is not None
         for problem in self._close_files():
             self._console.warn(f"the last metrics or rollouts are lost: {problem}")
+        if unfinished:
+            try:
+                report_what_there_is(self._folder, TITLE)
+            except OSError as error:
+                self._console.warn(f"there is no report: {error}")
 
     def _close_files(self) -> list[OSError]:
         problems = []

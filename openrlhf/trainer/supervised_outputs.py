@@ -18,7 +18,7 @@ from openrlhf.config import CkptConfig, ConfigError, LoggerConfig
 from openrlhf.models.loading import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
-from openrlhf.tracking.report import write_report
+from openrlhf.tracking.report import report_what_there_is, write_report
 from openrlhf.trainer.profiling import FOLDER
 from openrlhf.utils.run_lock import RunLock
 
@@ -236,11 +236,16 @@ class SupervisedOutputs:
         self._on_rank_0(f"writing the report to {self._folder}", report)
 
     def close(self) -> None:
-        """Flushes what is open after a failure, on one rank alone; a second failure does not hide the first."""
+        """After a failure, flushes what is open and writes the report of what there is, on one rank alone; a second
+        failure does not hide the first.
+        """
+        unfinished = self._trackers is not None
         try:
             self._close_trackers()
+            if unfinished:
+                report_what_there_is(self._folder, self._title)
         except OSError as error:
-            self.warn(f"the last metrics are lost: {error}")
+            self.warn(f"the last metrics or their report are lost: {error}")
 
     def warn(self, text: str) -> None:
         """Prints a warning, once for all ranks."""

@@ -185,6 +185,7 @@ def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shar
         assert runs.all_gone(family, runs.END_SECONDS) == []
         assert runs.left_behind(files, 20) == []
     assert not (tmp_path / "out" / ".lock").exists()
+    assert (tmp_path / "out" / "report.html").exists()
     last = run.text().strip().splitlines()[-1]
     assert last == "openrlhf train_ppo_ray: terminated" and "Traceback" not in run.text(), run.text()[-3000:]
     assert {path.name for path in set(Path("/dev/shm").iterdir()) - before} == set()

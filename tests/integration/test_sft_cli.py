@@ -218,6 +218,7 @@ def test_a_run_that_a_scheduler_ends_leaves_whole_files_no_lock_and_one_line(fol
     assert process.returncode == 143
     assert output.splitlines()[-1] == "openrlhf train_sft: terminated" and "Traceback" not in output
     assert not (folder / "ended" / ".lock").exists()
+    assert (folder / "ended" / "report.html").exists()
     steps = [step for step, _ in losses(folder / "ended")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 10
 
