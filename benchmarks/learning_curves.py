@@ -25,9 +25,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openrlhf.config.quickstart import PROBLEMS, QuickstartConfig
 from openrlhf.tracking.jsonl import read_jsonl
-from openrlhf.trainer.process import choose_device, prepare_process
+from openrlhf.trainer.process import prepare_process
 from openrlhf.trainer.quickstart import PROBES, Folders, choose_start, make_inputs, rl_flags, sft_flags
 from openrlhf.trainer.quickstart_task import Problem, accuracy, make_problems
+from openrlhf.utils.devices import choose_device
 
 GROUP = ("--algo.kl.init_coef", "0")
 ALGORITHMS: dict[str, tuple[str, ...]] = {

@@ -29,9 +29,10 @@ from openrlhf.config import AdamConfig, DeepSpeedConfig, OptimizerConfig
 from openrlhf.data.sft import SFTRecord
 from openrlhf.models.loading import DTYPES
 from openrlhf.trainer.flops import model_flops, peak_flops
-from openrlhf.trainer.process import choose_device, prepare_process
+from openrlhf.trainer.process import prepare_process
 from openrlhf.trainer.sft import SFTObjective
 from openrlhf.trainer.supervised import train_step
+from openrlhf.utils.devices import choose_device
 
 VOCAB = 151_936
 # hidden, layers, heads, key heads, intermediate, tied, vocabulary.

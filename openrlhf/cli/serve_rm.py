@@ -1,4 +1,4 @@
-"""Serves a reward model over HTTP."""
+"""Serves a reward model over HTTP: openrlhf serve_rm, or python -m openrlhf.cli.serve_rm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openrlhf.cli.common import run_command
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command from its flags; None takes the process's own."""
-    run_command("serve_rm", None, argv)
+    run_command("serve_rm", "openrlhf.serve.server:run", argv)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from pathlib import Path
 from openrlhf.config.algo import default_aggregation
 from openrlhf.config.checks_data import check_data
 from openrlhf.config.checks_rl import check_rl
+from openrlhf.config.checks_serve import check_serve
 from openrlhf.config.checks_system import check_system
 from openrlhf.config.checks_training import check_training
 from openrlhf.config.checks_values import check_values
 from openrlhf.config.ckpt import CkptConfig
-from openrlhf.config.commands import Config, DPOConfig, PPOConfig, TrainingConfig, command_of
+from openrlhf.config.commands import Config, DPOConfig, PPOConfig, ServeRMConfig, TrainingConfig, command_of
 from openrlhf.config.flags_yaml import CONFIG_FILE
 from openrlhf.config.unbuilt import check_unbuilt
 
@@ -29,6 +30,8 @@ def check(config: Config) -> None:
         check_rl(config)
     if isinstance(config, TrainingConfig):
         check_system(config)
+    if isinstance(config, ServeRMConfig):
+        check_serve(config)
 
 
 def resolve(config: Config) -> Config:

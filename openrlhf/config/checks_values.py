@@ -109,6 +109,10 @@ RANGES: dict[str, Range] = {
     "dynamic_filtering_range": ANY_OR_INF,
     "beta": POSITIVE,
     "label_smoothing": Range("at least 0 and below 0.5", lambda x: 0 <= x < 0.5),
+    "max_batch_tokens": COUNT,
+    "max_waiting_texts": COUNT,
+    "max_body_mb": COUNT,
+    "stop_timeout": POSITIVE,
     "port": Range("between 1 and 65535", lambda x: 1 <= x <= 65535),
 }
 

@@ -162,7 +162,19 @@ class ServeRMConfig(BaseConfig):
     port: int = 5000
     """Port to listen on."""
     batch_size: int | None = None
-    """Texts of one forward; unset takes each request whole."""
+    """Most texts of one forward; unset leaves it to --max_batch_tokens."""
+    max_batch_tokens: int = 16384
+    """Tokens of one forward, which texts of several requests share; a longer text gets one of its own."""
+    max_waiting_texts: int = 8192
+    """Texts that may be accepted and not yet answered; a request beyond that is told to come again (503)."""
+    max_body_mb: int = 16
+    """Largest body of a request in MiB."""
+    api_key_file: str | None = None
+    """File with the key that clients send as 'Authorization: Bearer KEY'; unset asks for none."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key, in place of a file."""
+    stop_timeout: float = 30.0
+    """Seconds that requests under way have to be answered after SIGTERM or Ctrl-C."""
     use_ms: bool = False
     """Take the model from ModelScope instead of the Hugging Face hub."""
 

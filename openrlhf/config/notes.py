@@ -8,7 +8,8 @@ from fnmatch import fnmatch
 
 from openrlhf.config.algo import WHITENING_ESTIMATORS
 from openrlhf.config.checks_data import template_notes
-from openrlhf.config.commands import Config, DPOConfig, PPOConfig, RMConfig, SFTConfig, TrainingConfig
+from openrlhf.config.checks_serve import serve_notes
+from openrlhf.config.commands import Config, DPOConfig, PPOConfig, RMConfig, ServeRMConfig, SFTConfig, TrainingConfig
 from openrlhf.config.flags import flags_of
 
 
@@ -193,6 +194,8 @@ RL = (
 
 def notes(config: Config) -> list[str]:
     """Returns: one sentence for each group of flags without effect, and for each setting that deserves a look."""
+    if isinstance(config, ServeRMConfig):
+        return serve_notes(config)
     if not isinstance(config, TrainingConfig):
         return []
     rl = isinstance(config, PPOConfig)

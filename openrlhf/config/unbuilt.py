@@ -11,7 +11,6 @@ from openrlhf.config.flags import flags_of
 
 COMMANDS = {
     "lora_combiner": "merging LoRA adapters",
-    "serve_rm": "the reward server",
 }
 
 # flag -> feature, for every command that has the flag; refused unless it stands at its default.

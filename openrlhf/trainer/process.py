@@ -15,13 +15,6 @@ def rank_from_environment() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def choose_device(wanted: str) -> str:
-    """Returns: "cuda" or "cpu" for ``--device``."""
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
-
-
 def prepare_process(device: str, *, bars: bool) -> None:
     """Sets what libraries read when they are first used.
 

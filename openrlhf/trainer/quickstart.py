@@ -14,7 +14,7 @@ from openrlhf.config.quickstart import PROBLEMS, RL_PROMPTS_PER_STEP, SAVE_EVERY
 from openrlhf.tracking.progress import duration
 from openrlhf.tracking.report import HTML_FILE
 from openrlhf.trainer import quickstart_reward
-from openrlhf.trainer.process import choose_device, prepare_process
+from openrlhf.trainer.process import prepare_process
 from openrlhf.trainer.quickstart_task import (
     LIMIT,
     Problem,
@@ -24,6 +24,7 @@ from openrlhf.trainer.quickstart_task import (
     make_problems,
     write_problems,
 )
+from openrlhf.utils.devices import choose_device
 
 RESULT_FILE = "quickstart.json"
 # RL has something to reinforce, and something left to learn.

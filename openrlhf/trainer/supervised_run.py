@@ -17,9 +17,10 @@ from openrlhf.data.rows import Rows
 from openrlhf.data.sources import load_dataset_mix
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.value_head import HeadSpec
-from openrlhf.trainer.process import choose_device, make_deterministic, prepare_process, rank_from_environment
+from openrlhf.trainer.process import make_deterministic, prepare_process, rank_from_environment
 from openrlhf.trainer.supervised import LoopSettings, Objective, SupervisedTrainer, planned_steps
 from openrlhf.trainer.supervised_outputs import SupervisedOutputs, sole_run
+from openrlhf.utils.devices import choose_device
 
 SupervisedConfig = SFTConfig | RMConfig | DPOConfig
 

@@ -1,0 +1,75 @@
+"""Checks of the reward server's flags against this machine. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from openrlhf.config.checks_system import check_whole_model, detect_device, looks_local, visible_gpus
+from openrlhf.config.commands import ServeRMConfig
+from openrlhf.config.errors import ConfigError
+from openrlhf.config.kernels import check_experts, check_installed, check_runs
+from openrlhf.config.versions import REQUIRED, check_versions
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# What the server does not stand on.
+_UNUSED = ("deepspeed",)
+
+
+def check_serve(config: ServeRMConfig) -> None:
+    """Raises ConfigError for a missing model or key, and for what the device cannot do."""
+    path, ds = config.reward.model_name_or_path, config.ds
+    if not path:
+        raise ConfigError("--reward.model_name_or_path is missing: give a folder or a hub name.")
+    if "," in path:
+        raise ConfigError(f"--reward.model_name_or_path {path}: a server serves one model; start one for each.")
+    if looks_local(path):
+        check_whole_model("reward.model_name_or_path", Path(path))
+        if not Path(path, "config.json").is_file():
+            raise ConfigError(
+                f"--reward.model_name_or_path {path} is not a model folder: there is no config.json in it."
+            )
+    if config.device == "cuda" and not visible_gpus():
+        raise ConfigError("--device cuda: this machine shows no NVIDIA GPU; take --device cpu or auto.")
+    check_versions({package: wanted for package, wanted in REQUIRED.items() if package not in _UNUSED})
+    check_installed(ds.attn_implementation)
+    device = detect_device(config.device)
+    check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
+    check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
+    read_api_key(config.api_key_file, config.api_key_env)
+
+
+def read_api_key(file: str | None, variable: str | None) -> str | None:
+    """Reads the key that clients have to send.
+
+    Args:
+        file: ``--api_key_file``.
+        variable: ``--api_key_env``.
+
+    Returns: None where neither is given.
+
+    Raises: ConfigError where both are, or what they name holds no key.
+    """
+    if file is None and variable is None:
+        return None
+    if file is not None and variable is not None:
+        raise ConfigError("--api_key_file and --api_key_env both name a key; keep one.")
+    if file is not None:
+        try:
+            key, where = Path(file).read_text(encoding="utf-8").strip(), f"--api_key_file {file}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api_key_file {file}: cannot be read ({error}).") from None
+    else:
+        key, where = os.environ.get(variable, "").strip(), f"--api_key_env {variable}"
+    # As a header it has to be one visible word.
+    if not key or not all("!" <= character <= "~" for character in key):
+        found = "nothing" if not key else "blanks or characters outside of ASCII"
+        raise ConfigError(f"{where} must hold a key of visible ASCII characters, found {found}.")
+    return key
+
+
+def serve_notes(config: ServeRMConfig) -> list[str]:
+    """Returns: a sentence where a server is open to everyone."""
+    if config.host in LOOPBACK or config.api_key_file or config.api_key_env:
+        return []
+    return [f"--host {config.host} opens the server to the network, and no key is asked for (--api_key_file)."]

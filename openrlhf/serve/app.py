@@ -1,0 +1,180 @@
+"""The HTTP side: /get_reward, /health and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from openrlhf.serve.metrics import ServerMetrics
+from openrlhf.serve.model import RewardModel, TextError
+from openrlhf.serve.requests import READ_OUT, Gate, Refusal, answer, check_key, read_queries
+from openrlhf.serve.worker import ScoringError, ScoringWorker, Stopped
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a client may take for sending its body.
+BODY_TIMEOUT_S = 60.0
+# What proxies log for a client that has hung up; nobody reads the answer.
+CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What requests may be.
+
+    Attributes:
+        body_bytes: of a request's body.
+        key: what clients have to know; None lets everyone in.
+    """
+
+    body_bytes: int
+    key: str | None = None
+
+
+class RewardApp:
+    """Answers requests for rewards by a worker's model."""
+
+    def __init__(self, worker: ScoringWorker[RewardModel], gate: Gate, metrics: ServerMetrics, limits: Limits) -> None:
+        self._worker = worker
+        self._gate = gate
+        self._metrics = metrics
+        self._limits = limits
+        # One thread: a tokenizer is not made for several. Beside the event loop, which long texts would hold up.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        # No pages of its own: they would load their parts from the internet.
+        self.asgi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        self.asgi.add_api_route("/get_reward", self.get_reward, methods=["POST"], response_model=None)
+        self.asgi.add_api_route("/health", self.health, methods=["GET", "HEAD"], response_model=None)
+        self.asgi.add_api_route("/metrics", self.show_metrics, methods=["GET"], response_model=None)
+
+    async def health(self) -> Response:
+        """200 while the model is loaded and scores."""
+        if self._gate.closed or self._worker.ended.done():
+            return _json(503, {"status": "stopping"})
+        if not self._worker.ready:
+            return _json(503, {"status": "loading"})
+        return _json(200, {"status": "ok"})
+
+    async def show_metrics(self) -> Response:
+        """The metrics in Prometheus' text format."""
+        self._metrics.ready.set(self._worker.ready and not self._gate.closed)
+        self._metrics.waiting.set(self._gate.texts)
+        return Response(self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
+
+    async def get_reward(self, request: Request) -> Response:
+        """Rewards of the texts of a request, or one sentence that says why there are none."""
+        started = time.perf_counter()
+        self._gate.requests += 1
+        try:
+            response = await self._respond(request)
+        finally:
+            self._gate.requests -= 1
+        self._metrics.answered(response.status_code, time.perf_counter() - started)
+        return response
+
+    async def _respond(self, request: Request) -> Response:
+        try:
+            return _json(200, await self._rewards(request))
+        except Refusal as refusal:
+            return _json(refusal.status, {"detail": str(refusal)}, refusal.headers)
+        except ScoringError as error:
+            return _json(500, {"detail": str(error)})
+        except Stopped as error:
+            return _json(503, {"detail": str(error)}, {"Retry-After": "5", "Connection": "close"})
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        except Exception:
+            logger.exception("a request failed")
+            return _json(500, {"detail": "the server failed; its log says how"})
+
+    async def _rewards(self, request: Request) -> dict[str, Any]:
+        try:
+            check_key(request.headers.get("authorization"), self._limits.key)
+            self._check_ready()
+        except Refusal:
+            await _read(request, 0, READ_OUT * self._limits.body_bytes)
+            raise
+        body = await _read(request, self._limits.body_bytes, READ_OUT * self._limits.body_bytes)
+        run = asyncio.get_running_loop().run_in_executor
+        queries = await run(self._reader, read_queries, body)
+        self._gate.enter(len(queries))
+        try:
+            model = self._worker.loaded.result()
+            rows = await run(self._reader, encode_all, model, queries)
+            scores = await self._score(request, rows)
+        finally:
+            self._gate.leave(len(queries))
+        if model.std == 1.0 and model.mean == 0.0:
+            return answer(scores, None)
+        return answer([model.normalized(score) for score in scores], scores)
+
+    def _check_ready(self) -> None:
+        self._gate.check_open()
+        if not self._worker.ready:
+            raise Refusal(503, "the model is being loaded", {"Retry-After": "5"})
+
+    async def _score(self, request: Request, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Raises: ClientDisconnect where nobody waits for the answer any more; what waits of it is taken back."""
+        scores = asyncio.wrap_future(self._worker.submit(rows))
+        left = asyncio.ensure_future(request.receive())
+        try:
+            await asyncio.wait((scores, left), return_when=asyncio.FIRST_COMPLETED)
+            if not scores.done():
+                raise ClientDisconnect
+            return scores.result()
+        finally:
+            left.cancel()
+            scores.cancel()
+
+
+def encode_all(model: RewardModel, queries: Sequence[str]) -> list[list[int]]:
+    """Returns: token ids of each text. Raises: Refusal, naming the text."""
+    rows = []
+    for number, query in enumerate(queries):
+        try:
+            rows.append(model.encode(query))
+        except TextError as error:
+            raise Refusal(422, f"query[{number}] {error}") from error
+    return rows
+
+
+async def _read(request: Request, limit: int, most: int) -> bytes:
+    """Reads a body.
+
+    Args:
+        limit: bytes that it may have.
+        most: of a larger one so many are read before the answer.
+
+    Raises: Refusal, where it is too large (unless ``limit`` is 0: then it is only read) or comes too slowly.
+    """
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    body += chunk
+                elif size > most:
+                    break
+    except TimeoutError as error:
+        raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", {"Connection": "close"}) from error
+    if limit and size > limit:
+        raise Refusal(
+            413,
+            f"the body has more than the {limit} bytes of --max_body_mb; send fewer texts at once",
+            {"Connection": "close"},
+        )
+    return bytes(body)
+
+
+def _json(status: int, content: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(content, status_code=status, headers=headers)
