@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import transformers
@@ -32,6 +34,8 @@ class RewardServer(uvicorn.Server):
     """Serves until a signal comes or the worker ends; after a signal, until what was accepted is answered.
 
     Attributes:
+        worker: what scores.
+        gate: what lets requests in.
         signals: those that came.
     """
 
@@ -51,8 +55,8 @@ class RewardServer(uvicorn.Server):
         """
         super().__init__(config)
         self.signals: list[int] = []
-        self._worker = worker
-        self._gate = gate
+        self.worker = worker
+        self.gate = gate
         self._ready_line: str | None = ready_line
         self._stop_timeout = stop_timeout
         self._deadline = float("inf")
@@ -61,22 +65,22 @@ class RewardServer(uvicorn.Server):
         """Lets no further request in; a second signal waits for none."""
         self._deadline = 0.0 if self.signals else time.monotonic() + self._stop_timeout
         self.signals.append(sig)
-        self._gate.closed = True
+        self.gate.closed = True
 
     async def on_tick(self, counter: int) -> bool:
         """Asked by uvicorn ten times a second. Returns: whether the server is to end."""
         ends = await super().on_tick(counter)
-        if self._ready_line is not None and self._worker.ready:
+        if self._ready_line is not None and self.worker.ready:
             print(self._ready_line, flush=True)
             self._ready_line = None
-        if self._worker.ended.done():
+        if self.worker.ended.done():
             return True
         if not self.signals:
             return ends
         if time.monotonic() < self._deadline:
-            return not self._gate.requests
+            return not self.gate.requests
         # What is accepted still gets an answer: that there is none.
-        await asyncio.to_thread(self._worker.stop, 0.0)
+        await asyncio.to_thread(self.worker.stop, 0.0)
         return True
 
 
@@ -89,9 +93,46 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); take another"
-        ) from error
+        # The socket's own text repeats the address; a name that cannot be resolved has no number of this kind.
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({reason}); take another.") from error
+
+
+def make_server(config: ServeRMConfig, load: Callable[[], RewardModel], *, ready_line: str) -> RewardServer:
+    """Puts a server together; its worker is not started yet.
+
+    Args:
+        load: gives the model; called in the worker's thread.
+        ready_line: printed once the model is loaded.
+    """
+    metrics, gate = ServerMetrics(), Gate(config.max_waiting_texts)
+    worker = ScoringWorker(load, metrics, max_tokens=config.max_batch_tokens, max_rows=config.batch_size)
+    limits = Limits(body_bytes=config.max_body_mb * 2**20, key=read_api_key(config.api_key_file, config.api_key_env))
+    settings = uvicorn.Config(
+        RewardApp(worker, gate, metrics, limits).asgi,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CLOSING_S,
+    )
+    return RewardServer(settings, worker, gate, ready_line=ready_line, stop_timeout=config.stop_timeout)
+
+
+async def serve(server: RewardServer, listener: socket.socket) -> None:
+    """Serves on an open socket until a signal comes or the worker ends.
+
+    Raises: what the worker ended with.
+    """
+    server.worker.start()
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        listener.close()
+        await asyncio.to_thread(server.worker.stop, CLOSING_S)
+    if server.worker.ended.done():
+        server.worker.ended.result()
 
 
 def run(config: ServeRMConfig) -> None:
@@ -116,34 +157,9 @@ def run(config: ServeRMConfig) -> None:
             trust_remote_code=config.trust_remote_code,
         )
 
-    metrics, gate = ServerMetrics(), Gate(config.max_waiting_texts)
-    worker = ScoringWorker(load, metrics, max_tokens=config.max_batch_tokens, max_rows=config.batch_size)
-    limits = Limits(body_bytes=config.max_body_mb * 2**20, key=read_api_key(config.api_key_file, config.api_key_env))
-    app = RewardApp(worker, gate, metrics, limits)
-    listener = listen(config.host, config.port)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    server = RewardServer(
-        uvicorn.Config(
-            app.asgi,
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSING_S,
-        ),
-        worker,
-        gate,
-        ready_line=f"{path} on {device} in {config.ds.param_dtype}: http://{host}:{config.port}/get_reward",
-        stop_timeout=config.stop_timeout,
-    )
-    worker.start()
-    try:
-        asyncio.run(server.serve(sockets=[listener]))
-    finally:
-        listener.close()
-        worker.stop(CLOSING_S)
-    if worker.ended.done() and worker.ended.exception() is not None:
-        worker.ended.result()
+    line = f"{path} on {device} in {config.ds.param_dtype}: http://{host}:{config.port}/get_reward"
+    server = make_server(config, load, ready_line=line)
+    asyncio.run(serve(server, listen(config.host, config.port)))
     if server.signals:
         raise Terminated if server.signals[0] == signal.SIGTERM else KeyboardInterrupt
