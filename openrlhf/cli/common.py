@@ -13,6 +13,7 @@ from openrlhf.config import (
     ConfigError,
     check,
     check_device,
+    check_serve_device,
     device_notes,
     known_device,
     notes,
@@ -20,7 +21,7 @@ from openrlhf.config import (
     resolve,
     settle_device,
 )
-from openrlhf.config.commands import Config, TrainingConfig
+from openrlhf.config.commands import Config, ServeRMConfig, TrainingConfig
 from openrlhf.config.flags import flags_of
 from openrlhf.config.parse import print_note
 from openrlhf.data.errors import DataError
@@ -93,6 +94,8 @@ def prepare(command: str, argv: Sequence[str]) -> Config:
         if device is not None:
             check_device(config, device)
             found += device_notes(config, device)
+    if isinstance(config, ServeRMConfig):
+        check_serve_device(config)
     for note in found:
         print_note(note)
     return resolve(config)

@@ -2,6 +2,7 @@
 
 from openrlhf.config.algo import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.config.checks import check, resolve
+from openrlhf.config.checks_serve import check_serve_device
 from openrlhf.config.checks_system import check_device, detect_device, device_notes, known_device, settle_device
 from openrlhf.config.ckpt import CkptConfig, LoggerConfig, PPOCkptConfig, WandbConfig
 from openrlhf.config.commands import (
@@ -103,6 +104,7 @@ __all__ = [
     "WandbConfig",
     "check",
     "check_device",
+    "check_serve_device",
     "command_of",
     "detect_device",
     "device_notes",

@@ -17,8 +17,8 @@ _UNUSED = ("deepspeed",)
 
 
 def check_serve(config: ServeRMConfig) -> None:
-    """Raises ConfigError for a missing model or key, and for what the device cannot do."""
-    path, ds = config.reward.model_name_or_path, config.ds
+    """Raises ConfigError for a model, a kernel or a key that is missing."""
+    path = config.reward.model_name_or_path
     if not path:
         raise ConfigError("--reward.model_name_or_path is missing: give a folder or a hub name.")
     if "," in path:
@@ -29,14 +29,18 @@ def check_serve(config: ServeRMConfig) -> None:
             raise ConfigError(
                 f"--reward.model_name_or_path {path} is not a model folder: there is no config.json in it."
             )
+    check_versions({package: wanted for package, wanted in REQUIRED.items() if package not in _UNUSED})
+    check_installed(config.ds.attn_implementation)
+    read_api_key(config.api_key_file, config.api_key_env)
+
+
+def check_serve_device(config: ServeRMConfig) -> None:
+    """Raises ConfigError where this machine lacks the GPU that is asked for, and for what the device cannot do."""
     if config.device == "cuda" and not visible_gpus():
         raise ConfigError("--device cuda: this machine shows no NVIDIA GPU; take --device cpu or auto.")
-    check_versions({package: wanted for package, wanted in REQUIRED.items() if package not in _UNUSED})
-    check_installed(ds.attn_implementation)
-    device = detect_device(config.device)
+    device, ds = detect_device(config.device), config.ds
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
-    read_api_key(config.api_key_file, config.api_key_env)
 
 
 def read_api_key(file: str | None, variable: str | None) -> str | None:

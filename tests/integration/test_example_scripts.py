@@ -18,7 +18,7 @@ from tests.reward_files import score_many
 
 SCRIPTS = Path(__file__).parents[2] / "examples/scripts"
 HYBRID, REWARD_FN = "train_ppo_ray_hybrid_engine.sh", "train_ppo_with_reward_fn.sh"
-REWARD_MODEL, DPO = "train_rm.sh", "train_dpo_llama.sh"
+REWARD_MODEL, DPO, SERVER = "train_rm.sh", "train_dpo_llama.sh", "serve_remote_rm.sh"
 
 
 def run_script(name: str, folder: Path, *words: str, first_on_path: Path) -> subprocess.CompletedProcess[str]:
@@ -85,6 +85,12 @@ def test_dpo_computes_what_its_reference_says_once_and_shards_an_8b_model_over_t
     assert config.model.loss == "dpo" and config.ref.precompute and config.ref.model_name_or_path is None
     assert config.ds.zero_stage == 3 and config.ckpt.load_enable and config.data.apply_chat_template
     assert device_notes(config, "cuda") == []
+
+
+def test_the_server_serves_an_8b_reward_model_on_one_gpu_to_this_machine_alone(tmp_path: Path) -> None:
+    config = gpu_config(SERVER, tmp_path, "--batch_size", "16", command="serve_rm")
+    assert config.device == "cuda" and config.host == "127.0.0.1" and config.port == 5000
+    assert config.reward.normalize_enable and config.batch_size == 16
 
 
 def test_the_reward_reads_the_last_number_of_answer_and_label() -> None:

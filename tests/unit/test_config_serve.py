@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf.cli.common import prepare
 from openrlhf.config import ConfigError, check, notes, parse
 from openrlhf.config.checks_serve import read_api_key
 
@@ -42,7 +43,6 @@ def test_a_served_model_is_named_whole_and_one(model: str, tmp_path: Path) -> No
         (["--port", "0"], "--port must be between 1 and 65535"),
         (["--max_batch_tokens", "0"], "--max_batch_tokens must be 1 or more"),
         (["--stop_timeout", "-1"], "--stop_timeout must be above 0"),
-        (["--ds.attn_implementation", "torch_varlen"], "needs a GPU"),
         (["--ds.load_in_4bit"], "4-bit loading, which is not built yet"),
         (["--api_key_file", "none.txt"], "--api_key_file none.txt: cannot be read"),
         (["--api_key_env", "NO_SUCH_KEY"], "--api_key_env NO_SUCH_KEY must hold a key"),
@@ -51,6 +51,15 @@ def test_a_served_model_is_named_whole_and_one(model: str, tmp_path: Path) -> No
 )
 def test_a_flag_that_cannot_be_used_is_refused_by_name(words: list[str], sentence: str, model: str) -> None:
     assert sentence in refused("--reward.model_name_or_path", model, *words)
+
+
+def test_what_the_device_cannot_do_is_refused_before_anything_is_loaded(model: str, monkeypatch) -> None:
+    words = ["--reward.model_name_or_path", model]
+    with pytest.raises(ConfigError, match="torch_varlen needs a GPU"):
+        prepare("serve_rm", [*words, "--device", "cpu", "--ds.attn_implementation", "torch_varlen"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="this machine shows no NVIDIA GPU"):
+        prepare("serve_rm", [*words, "--device", "cuda"])
 
 
 @pytest.mark.parametrize("content", ["", " \n", "two words", "schlüssel", "a\x00b"])
