@@ -34,6 +34,18 @@ class _Refused(Exception):
     """A request gave no rewards; the message says why."""
 
 
+class _Busy(_Refused):
+    """The server has no room now, and has said when to come again.
+
+    Attributes:
+        after: seconds.
+    """
+
+    def __init__(self, reason: str, after: float) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
 @dataclass
 class _Server:
     url: str
@@ -49,7 +61,12 @@ class _Server:
 
 
 def make_reward_source(
-    remote_url: str | Sequence[str], *, workers: int = 4, timeout: float = 300.0, max_retries: int = 2
+    remote_url: str | Sequence[str],
+    *,
+    workers: int = 4,
+    timeout: float = 300.0,
+    max_retries: int = 2,
+    key: str | None = None,
 ) -> RewardSource:
     """The source that ``--reward.remote_url`` names: servers, where it holds an http address, or a Python file.
 
@@ -57,7 +74,7 @@ def make_reward_source(
     """
     given = [remote_url] if isinstance(remote_url, str) else list(remote_url)
     if any("://" in url for url in given):
-        return HttpRewardSource(parse_urls(remote_url), timeout=timeout, max_retries=max_retries)
+        return HttpRewardSource(parse_urls(remote_url), timeout=timeout, max_retries=max_retries, key=key)
     if len(given) != 1:
         raise ConfigError(f"{_FLAG} takes one Python file, found {len(given)}")
     return PythonRewardSource(given[0], workers=workers, timeout=timeout, max_retries=max_retries)
@@ -66,11 +83,18 @@ def make_reward_source(
 class HttpRewardSource:
     """Rewards from servers, used in turn; one that fails rests, for longer each time.
 
-    Samples that arrive together share a request, and are sent one by one if that fails.
+    Samples that arrive together share a request, and are sent one by one if that fails. A server that answers 503 and
+    says in Retry-After when it has room is no failing one: the next server is asked, or it again, for ``timeout``.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, timeout: float = 300.0, max_retries: int = 2, patience: float = PATIENCE_S
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float = 300.0,
+        max_retries: int = 2,
+        patience: float = PATIENCE_S,
+        key: str | None = None,
     ) -> None:
         """
         Args:
@@ -78,12 +102,16 @@ class HttpRewardSource:
             timeout: seconds that one request may take.
             max_retries: further tries of a sample after a failed one.
             patience: seconds that the servers have at the start until the first one takes connections.
+            key: what the servers ask for; sent as ``Authorization: Bearer KEY``.
 
         Raises: ConfigError, where an address is none.
         """
         self._servers = [_Server(url) for url in parse_urls(urls)]
         self._timeout = timeout
         self._max_retries = max_retries
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
         self._patience = patience
         self._next = 0
         # Its own generator: waits must not move the random numbers of anything else.
@@ -117,11 +145,12 @@ class HttpRewardSource:
         """Rewards one sample; see ``RewardSource.score``."""
         sample = (query, prompt, label)
         reason = ""
+        patient_until = asyncio.get_running_loop().time() + self._timeout
         for tried in range(self._max_retries + 1):
             if tried:
                 await asyncio.sleep(self._wait(tried))
             try:
-                outcome = await (self._batcher.score(sample) if tried == 0 else self._score_alone(sample))
+                outcome = await self._try(sample, alone=tried > 0, patient_until=patient_until)
             except _Refused as error:
                 reason = str(error)
                 continue
@@ -129,6 +158,22 @@ class HttpRewardSource:
                 return outcome
             reason = outcome.reason
         return RewardFailure(reason if self._max_retries == 0 else f"{reason} (in {self._max_retries + 1} tries)")
+
+    async def _try(self, sample: Sample, *, alone: bool, patient_until: float) -> Outcome:
+        """One try. A server without room is asked again when it has said, which is no further try.
+
+        Args:
+            patient_until: time of the loop from which on a server without room is one that fails.
+        """
+        now = asyncio.get_running_loop().time
+        while True:
+            try:
+                return await (self._score_alone(sample) if alone else self._batcher.score(sample))
+            except _Busy as busy:
+                if now() + busy.after > patient_until:
+                    raise
+                rest = min(server.rests_until for server in self._servers) - now()
+                await asyncio.sleep(max(0.0, rest) * self._random.uniform(1.0, 1.5))
 
     async def close(self) -> None:
         """Ends requests under way, as failures, and the connections."""
@@ -160,6 +205,9 @@ class HttpRewardSource:
         try:
             async with asyncio.timeout(self._timeout):
                 outcomes = _read(await self._post(server.url, body), len(samples))
+        except _Busy as busy:
+            server.rests_until = asyncio.get_running_loop().time() + max(busy.after, FIRST_WAIT_S)
+            raise _Busy(f"reward server {server.url} {busy}", busy.after) from busy
         except (_Refused, TimeoutError, aiohttp.ClientError, OSError, RuntimeError, ValueError) as error:
             server.failed(asyncio.get_running_loop().time())
             raise _Refused(f"reward server {server.url} {self._describe(error)}") from error
@@ -167,18 +215,21 @@ class HttpRewardSource:
         return outcomes
 
     async def _post(self, url: str, body: bytes) -> bytes:
-        """Returns: the body of the answer. Raises: _Refused, where its status is no success."""
+        """Returns: the body of the answer. Raises: _Refused or _Busy, where its status is no success."""
         if self._session is None:
             raise _Refused("was asked before start()")
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+        async with self._session.post(url, data=body, headers=self._headers, allow_redirects=False) as response:
             answer = await response.content.read(MAX_ANSWER_BYTES)
             while not response.content.at_eof():
                 answer += await response.content.read(MAX_ANSWER_BYTES)
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise _Refused(f"answered with more than {MAX_ANSWER_BYTES} bytes")
             if response.status != 200:
-                raise _Refused(f"answered with status {response.status}: {_excerpt(answer)}")
+                reason = f"answered with status {response.status}: {_excerpt(answer)}"
+                after = response.headers.get("Retry-After", "")
+                if response.status == 503 and after.isdecimal():
+                    raise _Busy(reason, min(float(after), LONGEST_WAIT_S))
+                raise _Refused(reason)
             return answer
 
     def _describe(self, error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from openrlhf.config.algo import GROUP_ESTIMATORS, SEQUENCE_LOSSES
+from openrlhf.config.api_keys import client_key
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.model import PlacementConfig
@@ -79,6 +80,7 @@ def check_reward_source(config: PPOConfig) -> None:
         raise ConfigError(f"--train.agent_func_path takes a Python file (.py), found {agent!r}.")
     if url and "://" in url:
         parse_urls(url)
+        client_key(config.reward.api_key_env)
     elif url and not url.endswith(".py"):
         raise ConfigError(f"--reward.remote_url takes a Python file (.py) or an http address, found {url!r}.")
     if model and not config.reward_models:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from openrlhf.config.api_keys import server_key
 from openrlhf.config.checks_system import check_whole_model, detect_device, looks_local, visible_gpus
 from openrlhf.config.commands import ServeRMConfig
 from openrlhf.config.errors import ConfigError
@@ -31,7 +31,7 @@ def check_serve(config: ServeRMConfig) -> None:
             )
     check_versions({package: wanted for package, wanted in REQUIRED.items() if package not in _UNUSED})
     check_installed(config.ds.attn_implementation)
-    read_api_key(config.api_key_file, config.api_key_env)
+    server_key(config.api_key_file, config.api_key_env)
 
 
 def check_serve_device(config: ServeRMConfig) -> None:
@@ -41,35 +41,6 @@ def check_serve_device(config: ServeRMConfig) -> None:
     device, ds = detect_device(config.device), config.ds
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
-
-
-def read_api_key(file: str | None, variable: str | None) -> str | None:
-    """Reads the key that clients have to send.
-
-    Args:
-        file: ``--api_key_file``.
-        variable: ``--api_key_env``.
-
-    Returns: None where neither is given.
-
-    Raises: ConfigError where both are, or what they name holds no key.
-    """
-    if file is None and variable is None:
-        return None
-    if file is not None and variable is not None:
-        raise ConfigError("--api_key_file and --api_key_env both name a key; keep one.")
-    if file is not None:
-        try:
-            key, where = Path(file).read_text(encoding="utf-8").strip(), f"--api_key_file {file}"
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api_key_file {file}: cannot be read ({error}).") from None
-    else:
-        key, where = os.environ.get(variable, "").strip(), f"--api_key_env {variable}"
-    # As a header it has to be one visible word.
-    if not key or not all("!" <= character <= "~" for character in key):
-        found = "nothing" if not key else "blanks or characters outside of ASCII"
-        raise ConfigError(f"{where} must hold a key of visible ASCII characters, found {found}.")
-    return key
 
 
 def serve_notes(config: ServeRMConfig) -> list[str]:

@@ -117,6 +117,11 @@ RL = (
         "without --reward.remote_url",
     ),
     Dependent(
+        ("reward.api_key_env",),
+        lambda c: "://" in (c.reward.remote_url or ""),
+        "without the address of a server in --reward.remote_url",
+    ),
+    Dependent(
         ("reward.workers",),
         lambda c: (c.reward.remote_url or "").endswith(".py"),
         "without a Python file in --reward.remote_url",

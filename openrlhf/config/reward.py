@@ -20,6 +20,8 @@ class RewardConfig(PlacementConfig):
     """What becomes of the scores of several reward models: sum, mean, min or max."""
     remote_url: str | None = None
     """Python file with reward_func(queries, prompts, labels), or URLs of reward servers, separated by commas."""
+    api_key_env: str | None = None
+    """Environment variable with the key of the reward servers, which is sent as 'Authorization: Bearer KEY'."""
     timeout: float = 300.0
     """Seconds that one call of the reward source may take; all tries together stay below --train.step_timeout."""
     max_retries: int = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.agents.base import AgentError, AgentExecutorBase
@@ -76,6 +76,7 @@ class AgentSpec:
         reward_timeout: seconds of one call of the source.
         reward_retries: further tries after a failed call.
         reward_workers: processes that run a reward function.
+        reward_key: what reward servers ask for; None where they ask for none.
         sample_timeout: seconds that one sample may take from prompt to reward.
     """
 
@@ -89,6 +90,8 @@ class AgentSpec:
     reward_retries: int
     reward_workers: int
     sample_timeout: float
+    # Not in what may be logged.
+    reward_key: str | None = field(default=None, repr=False)
 
 
 class RolloutActor:
@@ -245,4 +248,5 @@ def _reward_source(spec: AgentSpec) -> RewardSource | None:
         workers=spec.reward_workers,
         timeout=spec.reward_timeout,
         max_retries=spec.reward_retries,
+        key=spec.reward_key,
     )

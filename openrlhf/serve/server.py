@@ -14,7 +14,7 @@ import transformers
 import uvicorn
 
 from openrlhf.config import ConfigError, ServeRMConfig
-from openrlhf.config.checks_serve import read_api_key
+from openrlhf.config.api_keys import server_key
 from openrlhf.serve.app import Limits, RewardApp
 from openrlhf.serve.metrics import ServerMetrics
 from openrlhf.serve.model import RewardModel
@@ -107,7 +107,7 @@ def make_server(config: ServeRMConfig, load: Callable[[], RewardModel], *, ready
     """
     metrics, gate = ServerMetrics(), Gate(config.max_waiting_texts)
     worker = ScoringWorker(load, metrics, max_tokens=config.max_batch_tokens, max_rows=config.batch_size)
-    limits = Limits(body_bytes=config.max_body_mb * 2**20, key=read_api_key(config.api_key_file, config.api_key_env))
+    limits = Limits(body_bytes=config.max_body_mb * 2**20, key=server_key(config.api_key_file, config.api_key_env))
     settings = uvicorn.Config(
         RewardApp(worker, gate, metrics, limits).asgi,
         lifespan="off",

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from openrlhf.config import PPOConfig
+from openrlhf.config.api_keys import client_key
 from openrlhf.config.checks_rl import SAMPLE_SHARE
 from openrlhf.models.loading import DTYPES, load_tokenizer
 from openrlhf.models.value_head import HeadSpec
@@ -108,6 +109,7 @@ def _agent_spec(config: PPOConfig) -> AgentSpec:
         reward_retries=config.reward.max_retries,
         reward_workers=config.reward.workers,
         sample_timeout=SAMPLE_SHARE * config.train.step_timeout,
+        reward_key=client_key(config.reward.api_key_env),
     )
 
 

@@ -281,3 +281,56 @@ def test_the_kind_of_source_follows_from_the_flag() -> None:
         make_reward_source("http://a:1/r,reward.py")
     with pytest.raises(ConfigError, match="takes one Python file, found 2"):
         make_reward_source(["a.py", "b.py"])
+
+
+def busy_first(times: int, *, after: str = "0") -> Handler:
+    """Has no room for so many requests, and then gives labels as rewards."""
+    left = [times]
+
+    def answer(body: dict[str, Any]) -> Any:
+        left[0] -= 1
+        full = web.Response(status=503, headers={"Retry-After": after}, text="full")
+        return full if left[0] >= 0 else labels_as_rewards(body)
+
+    return answer
+
+
+def test_a_server_without_room_is_asked_again_when_it_said_and_that_is_no_failed_try() -> None:
+    outcomes, (server,) = ask(busy_first(5), [1.0, 2.0], max_retries=0)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 2.0]
+    assert len(server.requests) == 6 and all(len(body["query"]) == 2 for body in server.requests)
+
+
+def test_where_one_server_has_no_room_the_next_one_is_asked_at_once() -> None:
+    outcomes, (full, free) = ask([busy_first(99, after="30"), labels_as_rewards], [1.0], max_retries=0)
+    assert outcomes[0].reward == 1.0 and len(full.requests) == len(free.requests) == 1
+
+
+@pytest.mark.parametrize("after", ["30", "0"])
+def test_a_server_that_never_has_room_fails_the_sample_once_its_time_is_over(after: str) -> None:
+    (outcome,), _ = ask(busy_first(10_000, after=after), [1.0], max_retries=0, timeout=0.3)
+    assert isinstance(outcome, RewardFailure) and outcome.reason.endswith("answered with status 503: 'full'")
+
+
+def test_a_key_is_sent_to_every_server() -> None:
+    seen = []
+
+    async def main() -> Any:
+        async def answer(request: web.Request) -> web.Response:
+            seen.append(request.headers.get("Authorization"))
+            return web.json_response({"rewards": [1.0]})
+
+        app = web.Application()
+        app.router.add_post("/get_reward", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        source = make_reward_source(f"http://127.0.0.1:{runner.addresses[0][1]}/get_reward", key="sesame")
+        await source.start()
+        try:
+            return await source.score("a query", "a prompt", None)
+        finally:
+            await source.close()
+            await runner.cleanup()
+
+    assert asyncio.run(main()).reward == 1.0 and seen == ["Bearer sesame"]

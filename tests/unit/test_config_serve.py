@@ -9,7 +9,8 @@ import pytest
 
 from openrlhf.cli.common import prepare
 from openrlhf.config import ConfigError, check, notes, parse
-from openrlhf.config.checks_serve import read_api_key
+from openrlhf.config.api_keys import client_key, server_key
+from tests.unit.config_args import make_files, rl
 
 
 @pytest.fixture
@@ -66,14 +67,28 @@ def test_what_the_device_cannot_do_is_refused_before_anything_is_loaded(model: s
 def test_a_key_that_no_header_can_carry_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(content)
     with pytest.raises(ConfigError, match="must hold a key of visible ASCII characters"):
-        read_api_key(str(tmp_path / "key"), None)
+        server_key(str(tmp_path / "key"), None)
 
 
 def test_a_key_comes_from_a_file_or_a_variable_without_its_line_end(tmp_path, monkeypatch) -> None:
     (tmp_path / "key").write_text("sesame\n")
     monkeypatch.setenv("REWARD_KEY", "sesame")
-    assert read_api_key(str(tmp_path / "key"), None) == read_api_key(None, "REWARD_KEY") == "sesame"
-    assert read_api_key(None, None) is None
+    assert server_key(str(tmp_path / "key"), None) == server_key(None, "REWARD_KEY") == "sesame"
+    assert client_key("REWARD_KEY") == "sesame" and server_key(None, None) is client_key(None) is None
+
+
+def test_rl_that_is_to_send_a_key_is_refused_without_one(monkeypatch, tmp_path) -> None:
+    make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    server = ["--reward.remote_url", "http://127.0.0.1:5000/get_reward", "--reward.api_key_env", "REWARD_KEY"]
+    monkeypatch.delenv("REWARD_KEY", raising=False)
+    with pytest.raises(ConfigError, match="--reward.api_key_env REWARD_KEY must hold a key"):
+        check(rl(*server))
+    monkeypatch.setenv("REWARD_KEY", "sesame")
+    check(rl(*server))
+    assert notes(rl("--reward.api_key_env", "REWARD_KEY")) == [
+        "--reward.api_key_env has no effect without the address of a server in --reward.remote_url."
+    ]
 
 
 def test_a_server_that_everyone_can_reach_without_a_key_is_pointed_out(model: str) -> None:

@@ -161,7 +161,7 @@ def commands() -> list[tuple[str, list[str]]]:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of somebody who has what the README's commands name, as far as the checks look."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("checkpoint/sft", "reward-model", "outputs/laptop/model", "outputs/laptop/sft"):
+    for folder in ("checkpoint/sft", "checkpoint/rm", "reward-model", "outputs/laptop/model", "outputs/laptop/sft"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
     for name, text in python_files().items():
@@ -180,7 +180,7 @@ def accept(command: str, words: list[str]) -> Config:
 
 
 def test_the_readmes_commands_are_all_found() -> None:
-    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_rm", "train_dpo"] + [
+    assert [command for command, _ in commands()] == ["train_sft"] * 2 + ["train_rm", "serve_rm", "train_dpo"] + [
         "train_ppo_ray"
     ] * 9
 
