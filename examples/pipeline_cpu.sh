@@ -11,6 +11,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 output=${OUTPUT:-outputs/pipeline}
 url=http://127.0.0.1:${PORT:-5000}
 tiny=$output/tiny
+# What the reward model and PPO start from.
+policy=$output/sft
 
 common=(--device cpu --ds.param_dtype fp32 --data.apply_chat_template --data.max_len 32)
 
@@ -27,12 +29,12 @@ python3 -m openrlhf.cli.train_sft "${common[@]}" \
    --train.micro_batch_size 48 \
    --train.max_epochs 1 \
    --adam.lr 2e-3 \
-   --ckpt.output_dir "$output/sft" \
+   --ckpt.output_dir "$policy" \
    --ckpt.path "$output/sft_states"
 
 echo "== 2. a reward model, from the fine-tuned one"
 python3 -m openrlhf.cli.train_rm "${common[@]}" \
-   --model.model_name_or_path "$output/sft" \
+   --model.model_name_or_path "$policy" \
    --data.dataset "$tiny/pairs.jsonl" \
    --data.prompt_key question \
    --data.chosen_key chosen \
@@ -58,7 +60,7 @@ trap 'kill "$server" 2> /dev/null || true' EXIT
 
 echo "== 4. PPO with a critic; rewards come from the server"
 python3 -m openrlhf.cli.train_ppo_ray "${common[@]}" \
-   --actor.model_name_or_path "$output/sft" \
+   --actor.model_name_or_path "$policy" \
    --critic.model_name_or_path "$output/rm" \
    --reward.remote_url "$url/get_reward" \
    --data.prompt_dataset "$tiny/prompts.jsonl" \

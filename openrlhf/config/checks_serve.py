@@ -29,6 +29,8 @@ def check_serve(config: ServeRMConfig) -> None:
             raise ConfigError(
                 f"--reward.model_name_or_path {path} is not a model folder: there is no config.json in it."
             )
+    if config.ds.load_in_4bit:
+        raise ConfigError("--ds.load_in_4bit: the server holds its model in --ds.param_dtype; leave the flag out.")
     check_versions({package: wanted for package, wanted in REQUIRED.items() if package not in _UNUSED})
     check_installed(config.ds.attn_implementation)
     server_key(config.api_key_file, config.api_key_env)

@@ -100,7 +100,7 @@ class RewardApp:
         try:
             check_key(request.headers.get("authorization"), self._limits.key)
             self._check_ready()
-        except Refusal:
+        except (Refusal, Stopped):
             await _read(request, 0, READ_OUT * self._limits.body_bytes)
             raise
         body = await _read(request, self._limits.body_bytes, READ_OUT * self._limits.body_bytes)
@@ -119,6 +119,8 @@ class RewardApp:
 
     def _check_ready(self) -> None:
         self._gate.check_open()
+        if self._worker.ended.done():
+            raise Stopped("the model has stopped")
         if not self._worker.ready:
             raise Refusal(503, "the model is being loaded", {"Retry-After": "5"})
 

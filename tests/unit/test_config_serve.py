@@ -44,7 +44,7 @@ def test_a_served_model_is_named_whole_and_one(model: str, tmp_path: Path) -> No
         (["--port", "0"], "--port must be between 1 and 65535"),
         (["--max_batch_tokens", "0"], "--max_batch_tokens must be 1 or more"),
         (["--stop_timeout", "-1"], "--stop_timeout must be above 0"),
-        (["--ds.load_in_4bit"], "4-bit loading, which is not built yet"),
+        (["--ds.load_in_4bit"], "--ds.load_in_4bit"),
         (["--api_key_file", "none.txt"], "--api_key_file none.txt: cannot be read"),
         (["--api_key_env", "NO_SUCH_KEY"], "--api_key_env NO_SUCH_KEY must hold a key"),
         (["--api_key_env", "A", "--api_key_file", "b"], "both name a key; keep one"),
