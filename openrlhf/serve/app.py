@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds that a client may take for sending its body.
 BODY_TIMEOUT_S = 60.0
+# What is left of that once the server is stopping.
+LAST_BODY_S = 1.0
 # What proxies log for a client that has hung up; nobody reads the answer.
 CLIENT_LEFT = 499
 
@@ -58,7 +60,7 @@ class RewardApp:
 
     async def health(self) -> Response:
         """200 while the model is loaded and scores."""
-        if self._gate.closed or self._worker.ended.done():
+        if self._gate.closing.is_set() or self._worker.ended.done():
             return _json(503, {"status": "stopping"})
         if not self._worker.ready:
             return _json(503, {"status": "loading"})
@@ -66,7 +68,7 @@ class RewardApp:
 
     async def show_metrics(self) -> Response:
         """The metrics in Prometheus' text format."""
-        self._metrics.ready.set(self._worker.ready and not self._gate.closed)
+        self._metrics.ready.set(self._worker.ready and not self._gate.closing.is_set())
         self._metrics.waiting.set(self._gate.texts)
         return Response(self._metrics.text(), headers={"Content-Type": self._metrics.content_type})
 
@@ -101,9 +103,9 @@ class RewardApp:
             check_key(request.headers.get("authorization"), self._limits.key)
             self._check_ready()
         except (Refusal, Stopped):
-            await _read(request, 0, READ_OUT * self._limits.body_bytes)
+            await self._read(request, 0)
             raise
-        body = await _read(request, self._limits.body_bytes, READ_OUT * self._limits.body_bytes)
+        body = await self._read(request, self._limits.body_bytes)
         run = asyncio.get_running_loop().run_in_executor
         queries = await run(self._reader, read_queries, body)
         self._gate.enter(len(queries))
@@ -116,6 +118,22 @@ class RewardApp:
         if model.std == 1.0 and model.mean == 0.0:
             return answer(scores, None)
         return answer([model.normalized(score) for score in scores], scores)
+
+    async def _read(self, request: Request, limit: int) -> bytes:
+        """Reads a body of ``limit`` bytes at most. Raises: Refusal, where it is too large or comes too slowly."""
+        reading = asyncio.ensure_future(_collect(request, limit, READ_OUT * self._limits.body_bytes))
+        closing = asyncio.ensure_future(self._gate.closing.wait())
+        try:
+            await asyncio.wait((reading, closing), timeout=BODY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if closing.done():
+                await asyncio.wait((reading,), timeout=LAST_BODY_S)
+            if reading.done():
+                return reading.result()
+        finally:
+            reading.cancel()
+            closing.cancel()
+        self._gate.check_open()
+        raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", {"Connection": "close"})
 
     def _check_ready(self) -> None:
         self._gate.check_open()
@@ -149,26 +167,22 @@ def encode_all(model: RewardModel, queries: Sequence[str]) -> list[list[int]]:
     return rows
 
 
-async def _read(request: Request, limit: int, most: int) -> bytes:
+async def _collect(request: Request, limit: int, most: int) -> bytes:
     """Reads a body.
 
     Args:
         limit: bytes that it may have.
         most: of a larger one so many are read before the answer.
 
-    Raises: Refusal, where it is too large (unless ``limit`` is 0: then it is only read) or comes too slowly.
+    Raises: Refusal, where it is too large, unless ``limit`` is 0: then it is only read.
     """
     body, size = bytearray(), 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= limit:
-                    body += chunk
-                elif size > most:
-                    break
-    except TimeoutError as error:
-        raise Refusal(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", {"Connection": "close"}) from error
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            body += chunk
+        elif size > most:
+            break
     if limit and size > limit:
         raise Refusal(
             413,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Sequence
@@ -29,19 +30,19 @@ class Refusal(Exception):
 
 @dataclass
 class Gate:
-    """Lets requests in while there is room, and none once it is closed. Used by one event loop alone.
+    """Lets requests in while there is room, and none once it is closing. Used by one event loop alone.
 
     Attributes:
         max_texts: texts that may be accepted and not yet answered.
         texts: how many are.
         requests: requests that have begun and are not answered.
-        closed: the server is about to end.
+        closing: set once the server is about to end.
     """
 
     max_texts: int
     texts: int = 0
     requests: int = 0
-    closed: bool = field(default=False)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
 
     def enter(self, texts: int) -> None:
         """Accepts the texts of a request. Raises: Refusal."""
@@ -62,7 +63,7 @@ class Gate:
 
     def check_open(self) -> None:
         """Raises: Refusal."""
-        if self.closed:
+        if self.closing.is_set():
             raise Refusal(503, "the server is stopping", {"Retry-After": "5", "Connection": "close"})
 
 

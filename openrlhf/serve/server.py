@@ -65,7 +65,7 @@ class RewardServer(uvicorn.Server):
         """Lets no further request in; a second signal waits for none."""
         self._deadline = 0.0 if self.signals else time.monotonic() + self._stop_timeout
         self.signals.append(sig)
-        self.gate.closed = True
+        self.gate.closing.set()
 
     async def on_tick(self, counter: int) -> bool:
         """Asked by uvicorn ten times a second. Returns: whether the server is to end."""

@@ -17,6 +17,7 @@ import pytest
 from openrlhf.agents.reward_http import HttpRewardSource
 from openrlhf.agents.reward_values import RewardFailure, RewardResult
 from openrlhf.config import ConfigError
+from openrlhf.serve import app
 from openrlhf.serve.model import RewardModel
 from openrlhf.serve.server import listen
 from openrlhf.utils.errors import RunError
@@ -252,6 +253,28 @@ def test_a_forward_that_outlasts_the_deadline_or_a_second_signal_costs_its_reque
             return answer
 
     assert asyncio.run(main()) == (503, {"detail": "the server is stopping"})
+
+
+@pytest.mark.parametrize("stopping", [True, False])
+def test_a_body_that_does_not_come_to_its_end_is_told_so(stopping: bool, model, monkeypatch) -> None:
+    monkeypatch.setattr(app, "BODY_TIMEOUT_S", 30.0 if stopping else 0.05)
+
+    async def main() -> bytes:
+        async with serving(lambda: model) as client:
+            await client.until_ready()
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]))
+            writer.write(b"POST /get_reward HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+            while not client.server.gate.requests:
+                await asyncio.sleep(0.01)
+            if stopping:
+                client.server.handle_exit(signal.SIGTERM, None)
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    status, sentence = (b"503", b"the server is stopping") if stopping else (b"408", b"the body did not come within")
+    answer = asyncio.run(main())
+    assert answer.startswith(b"HTTP/1.1 " + status) and sentence in answer
 
 
 def test_what_a_client_that_has_hung_up_asked_for_leaves_the_queue(model) -> None:
