@@ -231,15 +231,16 @@ class ScoringWorker(Generic[Model]):
             reason = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
             logger.exception("a forward of %d texts and %d tokens failed", len(rows), sum(map(len, rows)))
             jobs[0].fail(ScoringError(f"the model could not score it ({reason})"))
-            self._check_alive(model, rows[0][:1], reason)
+            self._check_alive(model, reason)
             return
         for (job, row), score in zip(texts, scores, strict=True):
             job.add(row, score)
 
-    def _check_alive(self, model: Model, row: Sequence[int], reason: str) -> None:
+    def _check_alive(self, model: Model, reason: str) -> None:
         """After a fault of the GPU every later forward fails too: then the server has to be started anew."""
         try:
-            model.score([row])
+            # A token that every vocabulary has.
+            model.score([[0]])
         except Exception as error:
             raise RunError(
                 f"the model cannot be run any more, not even on one token; it began with {reason}"
