@@ -193,7 +193,8 @@ def check_whole_model(flag: str, folder: Path) -> None:
         base = None
     raise ConfigError(
         f"--{flag} {folder} holds an adapter (adapter_config.json) of {base or 'another model'}, not a whole model; "
-        "merge it into that one first (merge_and_unload() of the package peft), and give the merged folder."
+        f"merge it into that one first (openrlhf lora_combiner --lora_path {folder} --output_path ...), and give the "
+        "merged folder."
     )
 
 

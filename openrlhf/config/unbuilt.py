@@ -1,17 +1,13 @@
-"""Flags and commands that are understood but whose feature does not exist yet, so that none is accepted and ignored.
+"""Flags that are understood but whose feature does not exist yet, so that none is accepted and ignored.
 
-A feature that gets built takes its line out of these tables, and nothing else changes here.
+A feature that gets built takes its line out of this table, and nothing else changes here.
 """
 
 from __future__ import annotations
 
-from openrlhf.config.commands import Config, command_of
+from openrlhf.config.commands import Config
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-
-COMMANDS = {
-    "lora_combiner": "merging LoRA adapters",
-}
 
 # flag -> feature, for every command that has the flag; refused unless it stands at its default.
 FLAGS = {
@@ -47,11 +43,6 @@ def unbuilt_flags(tree: type) -> list[str]:
 
 def check_unbuilt(config: Config) -> None:
     """Raises ConfigError for the first flag that asks for a feature which does not exist yet."""
-    command = command_of(config)
-    if command in COMMANDS:
-        raise ConfigError(
-            f"The command {command} is not built yet: its flags are read, but {COMMANDS[command]} does not exist."
-        )
     _check_off(config, FLAGS)
 
 

@@ -41,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {flag: getattr(torch, precision.name) for flag,
 _READ_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 
 # What is said of a weight whose shape does not fit while parameters are born sharded: its name, and both shapes.
-_MISFIT = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
+MISFIT = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def reading(what: str, path: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except RuntimeError as error:
-        misfit = _MISFIT.search(str(error))
+        misfit = MISFIT.search(str(error))
         if misfit is None:
             raise
         raise _misfit_error(path, *misfit.groups()) from error
@@ -138,7 +138,7 @@ def _told_to_all(sharded: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _no_load_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """While it lasts, transformers prints no table of weights that a file lacks or has too many: with a scalar head it
     would warn of a head at random, which is ours, and of logits that nobody wants. What is missing or does not fit is
     an error anyway, and what is too much is said in one line.
@@ -233,7 +233,7 @@ def load_causal_lm(
     model_class = _model_class(auto_class, config, path, trust_remote_code)
     implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
     sharded = zero3 is not None
-    with _told_to_all(sharded), reading("model", path), _parameters_born_sharded(zero3), _no_load_report():
+    with _told_to_all(sharded), reading("model", path), _parameters_born_sharded(zero3), without_load_report():
         head_weight = None if head is None else prepare_head(path, config, head)
         model, report = auto_class.from_pretrained(
             path,
@@ -248,7 +248,7 @@ def load_causal_lm(
         )
     if head is not None:
         attach_head(model, head_weight, path, head.pad_token_id)
-    _check_report(path, report, has_head=head is not None)
+    check_report(path, report, has_head=head is not None)
     if zero3 is not None:
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     _without_dropout(model)
@@ -263,7 +263,7 @@ def _misfit_error(path: str | Path, name: str, found: Any, wanted: Any) -> Confi
     )
 
 
-def _check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -> None:
+def check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -> None:
     """Raises ConfigError where the files lack weights or hold them in other shapes; warns where they hold more.
 
     Args: ``has_head``: of a scalar head's model, where files may hold another head.
@@ -275,7 +275,7 @@ def _check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -
     _check_shapes(path, report["mismatched_keys"])
     _check_whole(path, report["missing_keys"])
     if report["unexpected_keys"]:
-        logger.warning("%s holds weights that the model has no use for: %s", path, _few(report["unexpected_keys"]))
+        logger.warning("%s holds weights that the model has no use for: %s", path, few(report["unexpected_keys"]))
 
 
 def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, torch.Size]]) -> None:
@@ -288,10 +288,11 @@ def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, t
 def _check_whole(path: str | Path, missing: Collection[str]) -> None:
     """Raises ConfigError for weights that the files lack: transformers draws them at random, and training goes on."""
     if missing:
-        raise ConfigError(f"the files of {path} lack weights of the model that config.json describes: {_few(missing)}")
+        raise ConfigError(f"the files of {path} lack weights of the model that config.json describes: {few(missing)}")
 
 
-def _few(names: Collection[str]) -> str:
+def few(names: Collection[str]) -> str:
+    """Returns: the first three names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more
 
