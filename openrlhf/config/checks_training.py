@@ -58,6 +58,11 @@ def check_preference_loss(config: DPOConfig) -> None:
             f"--model.label_smoothing {model.label_smoothing} does not exist for the loss {model.loss}; leave it out, "
             f"or take one of {', '.join(SMOOTHED_LOSSES)}."
         )
+    if model.has_reference and config.ref.precompute and config.data.streaming:
+        raise ConfigError(
+            "--ref.precompute asks the reference about all pairs before training, and --data.streaming reads none of "
+            "them before its turn; keep one."
+        )
     if model.loss == "kto" and config.ref.precompute:
         raise ConfigError(
             "--ref.precompute does not go with --model.loss_type kto, which asks the reference about responses after "

@@ -39,6 +39,9 @@ class SupervisedDataConfig(CorpusConfig):
     """Split of data sets that name none."""
     max_samples: int = 1_000_000
     """Rows to use at most."""
+    streaming: bool = False
+    """Tokenise rows when their turn comes instead of all at the start, so that no more of them than a step needs are
+    held in memory."""
     tokenizer_chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's own."""
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from openrlhf.config.checks_data import check_pair_columns, check_slots
 from openrlhf.config.errors import ConfigError
-from openrlhf.data.errors import DataError
+from openrlhf.data.errors import DataError, NothingLeft
 from openrlhf.data.responses import append_eos, encode_conversation, encode_response, text_of, without_end
 from openrlhf.data.rows import Rows, nothing_in, required_field, row_error
 from openrlhf.data.spans import turn_end
@@ -289,7 +289,7 @@ class PreferenceDataset:
         self._margins = margins
         self._places = places
         if not len(self):
-            raise DataError(
+            raise NothingLeft(
                 f"none of the {len(rows)} pairs can be used: in {self.dropped} nothing of a response lies within "
                 f"--data.max_len {max_len}, in {self.equal} chosen and rejected are the same",
                 source=rows.locate(0)[0],
@@ -308,6 +308,11 @@ class PreferenceDataset:
 
     def __len__(self) -> int:
         return len(self._margins)
+
+    @property
+    def left_out(self) -> int:
+        """Pairs that were given and are not in the data set."""
+        return self.dropped + self.equal
 
     def __getitem__(self, index: int) -> PreferenceRecord:
         """Raises: IndexError past the end."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from openrlhf.config.checks_data import check_response, check_slots
 from openrlhf.config.errors import ConfigError
-from openrlhf.data.errors import DataError
+from openrlhf.data.errors import DataError, NothingLeft
 from openrlhf.data.responses import append_eos, encode_conversation, encode_response, text_of, without_end
 from openrlhf.data.rows import Rows, nothing_in, required_field, row_error
 from openrlhf.data.spans import turn_end
@@ -190,13 +190,18 @@ class SFTDataset:
         self._masks = np.frombuffer(masks, dtype=np.bool_) if len(masks) else np.zeros(0, dtype=np.bool_)
         self._ends = np.asarray(ends, dtype=np.int64)
         if not len(self):
-            raise DataError(
+            raise NothingLeft(
                 f"none of the {len(rows)} rows has a trained token within --data.max_len {max_len}: raise it",
                 source=rows.locate(0)[0],
             )
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    @property
+    def left_out(self) -> int:
+        """Rows that were given and are not in the data set."""
+        return self.dropped
 
     def __getitem__(self, index: int) -> SFTRecord:
         """Raises: IndexError past the end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,8 +25,10 @@ from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.pair_packing import pack_mismatched, pack_pairs
 from openrlhf.data.preference import PreferenceDataset
 from openrlhf.data.rows import Rows
+from openrlhf.data.streaming import StreamedRows
 from openrlhf.trainer.pairs import tokenise_pairs
 from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
+from openrlhf.trainer.streamed import objective_over
 from openrlhf.trainer.supervised import Objective
 from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
@@ -161,7 +164,12 @@ def run(config: DPOConfig) -> None:
 
 
 def train(
-    config: DPOConfig, tokenizer: Any, data: PreferenceDataset, evaluation: PreferenceDataset | None, *, device: str
+    config: DPOConfig,
+    tokenizer: Any,
+    data: PreferenceDataset | StreamedRows,
+    evaluation: PreferenceDataset | None,
+    *,
+    device: str,
 ) -> DeepSpeedBackend:
     """Trains and exports, in a process group that stands; collective.
 
@@ -189,8 +197,8 @@ def train(
 
 
 def _objectives(
-    config: DPOConfig, parts: Mapping[str, PreferenceDataset], pad_token_id: int, device: str
-) -> dict[str, DPOObjective]:
+    config: DPOConfig, parts: Mapping[str, PreferenceDataset | StreamedRows], pad_token_id: int, device: str
+) -> dict[str, Objective]:
     """Args: ``parts``: data by name. Returns: their objectives; what the reference has to say is at hand."""
     reference, tables = None, {}
     if config.model.has_reference and config.ref.precompute:
@@ -198,13 +206,16 @@ def _objectives(
     elif config.model.has_reference:
         reference = ReferenceModel.load(config, list(parts.values()), device)
     return {
-        name: DPOObjective(
+        name: objective_over(
             data,
-            config.model,
-            pad_token_id,
-            reference=reference,
-            table=tables.get(name),
-            micro_batch_size=config.train.micro_batch_size,
+            partial(
+                DPOObjective,
+                model=config.model,
+                pad_token_id=pad_token_id,
+                reference=reference,
+                table=tables.get(name),
+                micro_batch_size=config.train.micro_batch_size,
+            ),
         )
         for name, data in parts.items()
     }

@@ -29,6 +29,18 @@ class Objective(Protocol):
     lengths: Sequence[int]
     """Tokens of each item."""
 
+    @property
+    def num_items(self) -> int:
+        """Items that there are."""
+        return len(self.lengths)
+
+    def window(self, items: Sequence[int]) -> tuple[Objective, list[int]]:
+        """Sees to it that some items are at hand.
+
+        Returns: an objective that has them, and their numbers in it; fewer where some turn out to be of no use.
+        """
+        return self, list(items)
+
     def pack(self, items: Sequence[int]) -> PackedBatch:
         """Lays items end to end; none makes an empty batch."""
 
@@ -176,9 +188,9 @@ class SupervisedTrainer:
         self.settings = settings
         self.outputs = outputs
         self.fixed = dict(fixed or {})
-        self.sampler = StatefulSampler(len(objective.lengths), seed=seed)
-        self.sizes = split_updates(len(objective.lengths), settings.batch_size)
-        self.total_steps = planned_steps(len(objective.lengths), settings)
+        self.sampler = StatefulSampler(objective.num_items, seed=seed)
+        self.sizes = split_updates(objective.num_items, settings.batch_size)
+        self.total_steps = planned_steps(objective.num_items, settings)
         self.step = 0
         self._meter = DeviceMeter(backend)
         self._tracer = RankTracer(backend, settings.profile, outputs)
@@ -235,24 +247,33 @@ class SupervisedTrainer:
     def _run_step(self, items: list[int]) -> None:
         settings = self.settings
         self._tracer.begin(self.step + 1)
-        start = time.perf_counter()
-        with self._meter.training():
-            metrics = train_step(self.backend, self.objective, items, settings.micro_batch_size)
-        seconds = time.perf_counter() - start
-        if (standstill := self.backend.movement_warning()) is not None:
-            self.outputs.warn(standstill)
-        lengths = [int(self.objective.lengths[item]) for item in items]
-        metrics |= {"time/step": seconds, "throughput/tokens_per_s": sum(lengths) / seconds}
-        metrics |= usage_metrics(self.backend, self._meter.take(), self.objective.row_lengths(items))
+        metrics = self._train_on(items)
         self.step += 1
         self._tracer.end(self.step)
         last = self.step == self.total_steps
         evaluated = self._due(settings.eval_steps, last) and self.eval_objective is not None
         if evaluated:
             metrics |= evaluate(self.backend, self.eval_objective, settings.micro_batch_size)
-        self.outputs.log(self.step, metrics, always=evaluated or last)
+        if metrics:
+            self.outputs.log(self.step, metrics, always=evaluated or last)
         if self._due(settings.save_steps, False):
             self.outputs.checkpoint(self.step, self.state_dict())
+
+    def _train_on(self, items: list[int]) -> dict[str, float]:
+        """One optimizer step. Returns: its metrics; none where no item turns out to be of use, and nothing was done."""
+        start = time.perf_counter()
+        objective, items = self.objective.window(items)
+        if not items:
+            self.outputs.warn(f"step {self.step + 1} has no row that can be used, and changes nothing")
+            return {}
+        with self._meter.training():
+            metrics = train_step(self.backend, objective, items, self.settings.micro_batch_size)
+        seconds = time.perf_counter() - start
+        if (standstill := self.backend.movement_warning()) is not None:
+            self.outputs.warn(standstill)
+        lengths = [int(objective.lengths[item]) for item in items]
+        metrics |= {"time/step": seconds, "throughput/tokens_per_s": sum(lengths) / seconds}
+        return metrics | usage_metrics(self.backend, self._meter.take(), objective.row_lengths(items))
 
     def _due(self, every: int, last: bool) -> bool:
         return every > 0 and (self.step % every == 0 or last)

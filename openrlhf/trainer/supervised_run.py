@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
@@ -15,6 +16,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.parse import print_note
 from openrlhf.data.rows import Rows
 from openrlhf.data.sources import load_dataset_mix
+from openrlhf.data.streaming import StreamedRows
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.value_head import HeadSpec
 from openrlhf.trainer.process import make_deterministic, prepare_process, rank_from_environment
@@ -66,9 +68,14 @@ def run_supervised(
         for name, part in (("training", data), ("evaluation", evaluation)):
             if part is not None:
                 print(f"{name} data: {part.summary()}", flush=True)
+        if isinstance(data, StreamedRows) and data.in_memory:
+            files = ", ".join(data.in_memory)
+            print_note(f"{files}: read into memory whole, which JSON lines, Parquet and Arrow files are not.")
     init_distributed(device)
     with sole_run(config.ckpt, print_note):
         train(config, tokenizer, data, evaluation, device=device)
+        if speaking and isinstance(data, StreamedRows):
+            print(f"training data: {data.closing()}", flush=True)
     shutdown_distributed()
 
 
@@ -80,7 +87,11 @@ def load_data(
     Raises: ConfigError, DataError.
     """
     held_out = evaluation_rows(config)
-    data = tokenise(config, training_rows(config), tokenizer, progress=progress)
+    rows = training_rows(config)
+    if config.data.streaming:
+        data = StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), tokenizer)
+    else:
+        data = tokenise(config, rows, tokenizer, progress=progress)
     return data, None if held_out is None else tokenise(config, held_out, tokenizer, progress=progress)
 
 
