@@ -91,8 +91,27 @@ def check_system(config: TrainingConfig) -> None:
         check_engine_arguments(config.vllm.extra)
     if config.logger.wandb.key is not None and find_spec("wandb") is None:
         raise ConfigError("--logger.wandb.key needs the package wandb; pip install wandb, or leave the flag out.")
+    check_mlflow(config.logger.mlflow.tracking_uri)
     if config.logger.tensorboard_dir is not None and find_spec("tensorboard") is None:
         raise ConfigError("--logger.tensorboard_dir needs the package tensorboard; pip install tensorboard.")
+
+
+def check_mlflow(uri: str | None) -> None:
+    """Raises ConfigError where MLflow is not installed, or where its address holds what nobody should read."""
+    if uri is None:
+        return
+    if not uri.strip():
+        raise ConfigError("--logger.mlflow.tracking_uri is empty; give http://host:5000 or a folder, or leave it out.")
+    if "@" in uri.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            "--logger.mlflow.tracking_uri holds a user name or a password, which would stand in config.yaml; set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment instead."
+        )
+    if find_spec("mlflow") is None:
+        raise ConfigError(
+            "--logger.mlflow.tracking_uri needs the package mlflow-skinny; pip install 'openrlhf[mlflow]', or leave "
+            "the flag out."
+        )
 
 
 def check_vllm(installed: str | None = None) -> None:

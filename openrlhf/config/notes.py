@@ -78,6 +78,11 @@ EVERY = (
         lambda c: c.logger.wandb.key is not None,
         "without --logger.wandb.key",
     ),
+    Dependent(
+        ("logger.mlflow.*",),
+        lambda c: c.logger.mlflow.tracking_uri is not None,
+        "without --logger.mlflow.tracking_uri",
+    ),
 )
 DPO = (
     Dependent(
