@@ -24,7 +24,7 @@ class CorpusConfig(TokenizerConfig):
     apply_chat_template: bool = False
     """Render conversations with the tokenizer's chat template."""
     dataloader_num_workers: int = 0
-    """Processes that prepare rows ahead of training; 0 prepares them in the training process."""
+    """Processes in which each rank tokenises the rows, or RL checks the prompts, at the start; 0 takes no others."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ FLAGS = {
     "actor.optim": "the Muon optimizer",
     "critic.optim": "the Muon optimizer",
     "use_ms": "ModelScope",
-    "data.dataloader_num_workers": "preparing rows in other processes",
     "data.max_images_per_prompt": "training on images",
     "ds.zpg": "ZeRO++ sharding",
     "ds.use_liger_kernel": "Liger kernels",

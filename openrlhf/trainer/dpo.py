@@ -241,9 +241,11 @@ def _fixed_loss(config: DPOConfig) -> dict[str, Any]:
     return found
 
 
-def tokenise(config: DPOConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+def tokenise(
+    config: DPOConfig, rows: Rows, tokenizer: Any, *, progress: bool = False, workers: int = 0
+) -> PreferenceDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return tokenise_pairs(config, rows, tokenizer, margin=False, progress=progress)
+    return tokenise_pairs(config, rows, tokenizer, margin=False, progress=progress, workers=workers)

@@ -167,9 +167,12 @@ def _separate_padding(config: RMConfig, tokenizer: Any) -> None:
     keep_pad_apart(tokenizer, ends if isinstance(ends, list) else [ends])
 
 
-def tokenise(config: RMConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+def tokenise(
+    config: RMConfig, rows: Rows, tokenizer: Any, *, progress: bool = False, workers: int = 0
+) -> PreferenceDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return tokenise_pairs(config, rows, tokenizer, margin=config.model.margin_loss_enable, progress=progress)
+    margin = config.model.margin_loss_enable
+    return tokenise_pairs(config, rows, tokenizer, margin=margin, progress=progress, workers=workers)

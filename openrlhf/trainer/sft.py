@@ -82,12 +82,13 @@ def train(
     return backend
 
 
-def tokenise(config: SFTConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
+def tokenise(config: SFTConfig, rows: Rows, tokenizer: Any, *, progress: bool = False, workers: int = 0) -> SFTDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+    form, max_len = data_format(config), config.data.max_len
+    return SFTDataset(rows, tokenizer, form, max_len=max_len, progress=progress, workers=workers)
 
 
 def data_format(config: SFTConfig) -> SFTFormat:

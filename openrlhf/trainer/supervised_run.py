@@ -44,7 +44,8 @@ def run_supervised(
     """Runs a command of supervised training; every rank of a launcher calls it, or else the process is the only rank.
 
     Args:
-        tokenise: takes the config, rows, the tokenizer and whether to show progress, and gives the rows' data.
+        tokenise: takes the config, rows, the tokenizer, whether to show progress and the number of processes, and gives
+            the rows' data.
         train: takes the config, the tokenizer, training and held-out data (or None) and the device; collective.
 
     Raises:
@@ -88,11 +89,12 @@ def load_data(
     """
     held_out = evaluation_rows(config)
     rows = training_rows(config)
+    how = {"progress": progress, "workers": config.data.dataloader_num_workers}
     if config.data.streaming:
         data = StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), tokenizer)
     else:
-        data = tokenise(config, rows, tokenizer, progress=progress)
-    return data, None if held_out is None else tokenise(config, held_out, tokenizer, progress=progress)
+        data = tokenise(config, rows, tokenizer, **how)
+    return data, None if held_out is None else tokenise(config, held_out, tokenizer, **how)
 
 
 def training_backend(
