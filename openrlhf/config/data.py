@@ -24,7 +24,8 @@ class CorpusConfig(TokenizerConfig):
     apply_chat_template: bool = False
     """Render conversations with the tokenizer's chat template."""
     dataloader_num_workers: int = 0
-    """Processes in which each rank tokenises the rows, or RL checks the prompts, at the start; 0 takes no others."""
+    """Processes in which each rank tokenises rows (at the start; under --data.streaming the next steps' ahead) and RL
+    checks prompts; 0 takes no others."""
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,6 @@ TRAINING = (
         "under --model.pretrain_mode_enable: the text is trained as it is",
     ),
     Dependent(
-        ("data.dataloader_num_workers",),
-        lambda c: not c.data.streaming or c.eval.steps > 0,
-        "under --data.streaming: each rank tokenises the rows of a step itself",
-    ),
-    Dependent(
         ("data.tokenizer_chat_template",), lambda c: c.data.apply_chat_template, "without --data.apply_chat_template"
     ),
 )

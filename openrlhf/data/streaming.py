@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from openrlhf.data.errors import NothingLeft
+from openrlhf.data.parallel import ForkedPool
 from openrlhf.data.rows import Rows
 from openrlhf.data.tables import ListTable
 
@@ -33,45 +35,75 @@ class StreamedRows:
     its turn comes, and one of which nothing is left within --data.max_len makes its step smaller.
     """
 
-    def __init__(self, rows: Rows, tokenise: Callable[[Rows], Tokenised], tokenizer: Any) -> None:
+    def __init__(self, rows: Rows, tokenise: Callable[[Rows], Tokenised], tokenizer: Any, *, workers: int = 0) -> None:
         """Tokenises the first rows.
 
         Args:
             rows: at least one.
             tokenise: makes a data set (``Tokenised``) of some rows.
             tokenizer: that it uses.
+            workers: processes that tokenise announced rows ahead, one step each; 0 tokenises them in this one, in their
+                turn.
 
         Raises:
             ConfigError: the settings cannot be used.
             DataError: one of the first rows cannot be used.
         """
-        tokenise(rows.take(FIRST_ROWS))
         self._rows = rows
         self._tokenise = tokenise
         self._tokenizer = tokenizer
+        self._met = self._truncated = self._left_out = 0
+        self.ahead = workers
+        self._pool = ForkedPool(self._tokenised, workers) if workers else None
+        self._under_way: dict[tuple[int, ...], Future[Tokenised | None]] = {}
+        first = range(min(FIRST_ROWS, len(rows)))
+        if self.window(first) is None:
+            # Says why.
+            tokenise(rows.take(FIRST_ROWS))
         self._met = self._truncated = self._left_out = 0
 
     def __len__(self) -> int:
         """Rows, usable or not."""
         return len(self._rows)
 
+    def announce(self, steps: Sequence[Sequence[int]]) -> None:
+        """Says which rows the next steps take, so that they are tokenised ahead where there are processes for it."""
+        if self._pool is None:
+            return
+        for items in map(tuple, steps):
+            if items and items not in self._under_way:
+                self._under_way[items] = self._pool.submit(items)
+
     def window(self, items: Sequence[int]) -> Tokenised | None:
-        """Tokenises some rows.
+        """Tokenises some rows, or takes what was made of them ahead.
 
         Returns: their data set, in the order of ``items`` and without those that cannot be used; None where none is
             left.
 
-        Raises: DataError where one is not as the settings say.
+        Raises:
+            DataError: one is not as the settings say.
+            RunError: a process that tokenised was killed.
         """
+        items = tuple(items)
+        if self._pool is None:
+            data = self._tokenised(items)
+        else:
+            data = self._pool.result(self._under_way.pop(items, None) or self._pool.submit(items))
         self._met += len(items)
-        try:
-            data = self._tokenise(self._rows.select(items))
-        except NothingLeft:
-            self._left_out += len(items)
-            return None
-        self._truncated += data.truncated
-        self._left_out += data.left_out
+        self._truncated += 0 if data is None else data.truncated
+        self._left_out += len(items) if data is None else data.left_out
         return data
+
+    def _tokenised(self, items: tuple[int, ...]) -> Tokenised | None:
+        try:
+            return self._tokenise(self._rows.select(items))
+        except NothingLeft:
+            return None
+
+    def close(self) -> None:
+        """Ends the processes; nothing can be tokenised afterwards."""
+        if self._pool is not None:
+            self._pool.close()
 
     @property
     def largest_token(self) -> int:

@@ -16,11 +16,16 @@ class StreamedObjective(Objective):
         """Args: ``make``: takes a data set that was tokenised whole."""
         self._data = data
         self._make = make
+        self.ahead = data.ahead
 
     @property
     def num_items(self) -> int:
         """Rows, usable or not."""
         return len(self._data)
+
+    def announce(self, steps: Sequence[Sequence[int]]) -> None:
+        """Has the rows of the next steps tokenised ahead."""
+        self._data.announce(steps)
 
     def window(self, items: Sequence[int]) -> tuple[Objective, list[int]]:
         """Tokenises some rows, the same ones on all ranks.

@@ -34,6 +34,12 @@ class Objective(Protocol):
         """Items that there are."""
         return len(self.lengths)
 
+    ahead: int = 0
+    """Steps that ``announce`` wants to know of."""
+
+    def announce(self, steps: Sequence[Sequence[int]]) -> None:
+        """Says which items the next steps take."""
+
     def window(self, items: Sequence[int]) -> tuple[Objective, list[int]]:
         """Sees to it that some items are at hand.
 
@@ -239,9 +245,14 @@ class SupervisedTrainer:
         if done == 0:
             self.sampler.set_epoch(epoch)
         name = f"epoch {epoch + 1}/{self.settings.max_epochs}"
+        sizes = self.sizes[done:]
         with self.outputs.phase(name, self.sampler.remaining) as bar:
-            for size in self.sizes[done:]:
-                self._run_step(self.sampler.next_batch(size))
+            for place, size in enumerate(sizes, start=1):
+                items = self.sampler.next_batch(size)
+                if self.objective.ahead:
+                    upcoming = self.sampler.peek(sizes[place : place + self.objective.ahead])
+                    self.objective.announce([items, *upcoming])
+                self._run_step(items)
                 bar.update(size)
 
     def _run_step(self, items: list[int]) -> None:

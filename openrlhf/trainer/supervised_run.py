@@ -72,12 +72,16 @@ def run_supervised(
         if isinstance(data, StreamedRows) and data.in_memory:
             files = ", ".join(data.in_memory)
             print_note(f"{files}: read into memory whole, which JSON lines, Parquet and Arrow files are not.")
-    init_distributed(device)
-    with sole_run(config.ckpt, print_note):
-        train(config, tokenizer, data, evaluation, device=device)
-        if speaking and isinstance(data, StreamedRows):
-            print(f"training data: {data.closing()}", flush=True)
-    shutdown_distributed()
+    try:
+        init_distributed(device)
+        with sole_run(config.ckpt, print_note):
+            train(config, tokenizer, data, evaluation, device=device)
+            if speaking and isinstance(data, StreamedRows):
+                print(f"training data: {data.closing()}", flush=True)
+        shutdown_distributed()
+    finally:
+        if isinstance(data, StreamedRows):
+            data.close()
 
 
 def load_data(
@@ -89,12 +93,14 @@ def load_data(
     """
     held_out = evaluation_rows(config)
     rows = training_rows(config)
-    how = {"progress": progress, "workers": config.data.dataloader_num_workers}
-    if config.data.streaming:
-        data = StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), tokenizer)
-    else:
-        data = tokenise(config, rows, tokenizer, **how)
-    return data, None if held_out is None else tokenise(config, held_out, tokenizer, **how)
+    workers = config.data.dataloader_num_workers
+    tokenised = partial(tokenise, config, tokenizer=tokenizer, progress=progress, workers=workers)
+    if not config.data.streaming:
+        data = tokenised(rows)
+        return data, None if held_out is None else tokenised(held_out)
+    # Last, because its processes stay: none is to be forked beside the threads that look after them.
+    evaluation = None if held_out is None else tokenised(held_out)
+    return StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), tokenizer, workers=workers), evaluation
 
 
 def training_backend(

@@ -6,19 +6,24 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from openrlhf.config.notes import notes
+from openrlhf.data.batching import split_updates
 from openrlhf.data.errors import DataError
 from openrlhf.data.parallel import PART, prepared
 from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.prompts import PromptDataset
+from openrlhf.data.sampler import StatefulSampler
 from openrlhf.data.sft import SFTDataset, SFTFormat
 from openrlhf.data.sources import load_dataset_mix
+from openrlhf.data.streaming import FIRST_ROWS, StreamedRows
 from openrlhf.utils.errors import RunError
 from tests.tiny_models import make_tokenizer
-from tests.unit.config_args import SFT, built
 
 ROWS = [
     {
@@ -86,7 +91,52 @@ def test_a_process_that_is_killed_ends_the_run_with_a_sentence(rows_of):
     assert multiprocessing.active_children() == []
 
 
-def test_processes_are_said_to_have_no_effect_where_rows_are_tokenised_in_their_turn():
-    said = notes(built("train_sft", SFT, "--data.dataloader_num_workers", "2", "--data.streaming"))
-    assert [note for note in said if "--data.dataloader_num_workers has no effect under --data.streaming" in note]
-    assert notes(built("train_sft", SFT, "--data.dataloader_num_workers", "2")) == []
+HANGING = """
+import os, sys, time
+from openrlhf.data.parallel import ForkedPool
+def show(argument):
+    print(os.getpid(), flush=True)
+pool = ForkedPool(show, 2)
+pool.result(pool.submit(0))
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_processes_end_with_a_main_process_that_is_killed():
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
+    worker = Path("/proc", done.stdout.strip())
+    deadline = time.monotonic() + 30
+    while worker.exists() and "State:\tZ" not in (worker / "status").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not worker.exists() or "State:\tZ" in (worker / "status").read_text()
+
+
+def test_streamed_rows_are_tokenised_ahead_by_processes_as_in_their_turn(rows_of):
+    rows, tokenizer = rows_of(ROWS), make_tokenizer()
+
+    def tokenise(part):
+        return SFTDataset(part, tokenizer, FORM, max_len=24)
+
+    one, several = (StreamedRows(rows, tokenise, tokenizer, workers=count) for count in (0, 2))
+    assert (one.ahead, several.ahead) == (0, 2)
+    sampler = StatefulSampler(len(rows), seed=3)
+    sizes = split_updates(len(rows), 30)
+    for place, size in enumerate(sizes, start=1):
+        items = sampler.next_batch(size)
+        several.announce([items, *sampler.peek(sizes[place : place + 2])])
+        assert [r.tokens for r in several.window(items)] == [r.tokens for r in one.window(items)]
+    assert one.closing() == several.closing() and several._under_way == {}
+    several.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_bad_row_that_was_tokenised_ahead_is_named_when_its_turn_comes(rows_of):
+    rows = [dict(row) for row in ROWS * 2]
+    del rows[FIRST_ROWS + 3]["output"]
+    tokenizer = make_tokenizer()
+    data = StreamedRows(rows_of(rows), lambda part: SFTDataset(part, tokenizer, FORM, max_len=24), tokenizer, workers=1)
+    data.announce([[1], [FIRST_ROWS + 3]])
+    assert len(data.window([1])) == 1
+    with pytest.raises(DataError, match=f"row {FIRST_ROWS + 4}: there is no column 'output'"):
+        data.window([FIRST_ROWS + 3])
+    data.close()
