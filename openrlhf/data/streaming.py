@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 from openrlhf.data.errors import NothingLeft
 from openrlhf.data.parallel import ForkedPool
@@ -22,6 +22,8 @@ class Tokenised(Protocol):
     """Rows that were cut."""
     left_out: int
     """Rows that were given and of which nothing can be learned."""
+    largest_token: int
+    """The largest id in it."""
 
     def __len__(self) -> int:
         """Rows that are in it."""
@@ -33,15 +35,18 @@ class StreamedRows:
     Rows can be read in any order, so the order of training, its number of steps and its resuming are those of a data
     set that is tokenised whole. What is not known beforehand is which rows cannot be used: a bad one stops the run when
     its turn comes, and one of which nothing is left within --data.max_len makes its step smaller.
+
+    Attributes:
+        ahead: steps that ``announce`` wants to know of.
+        largest_token: the largest id in the first rows.
     """
 
-    def __init__(self, rows: Rows, tokenise: Callable[[Rows], Tokenised], tokenizer: Any, *, workers: int = 0) -> None:
+    def __init__(self, rows: Rows, tokenise: Callable[[Rows], Tokenised], *, workers: int = 0) -> None:
         """Tokenises the first rows.
 
         Args:
             rows: at least one.
             tokenise: makes a data set (``Tokenised``) of some rows.
-            tokenizer: that it uses.
             workers: processes that tokenise announced rows ahead, one step each; 0 tokenises them in this one, in their
                 turn.
 
@@ -51,20 +56,26 @@ class StreamedRows:
         """
         self._rows = rows
         self._tokenise = tokenise
-        self._tokenizer = tokenizer
         self._met = self._truncated = self._left_out = 0
+        self._token_checks: list[Callable[[int], None]] = []
         self.ahead = workers
         self._pool = ForkedPool(self._tokenised, workers) if workers else None
         self._under_way: dict[tuple[int, ...], Future[Tokenised | None]] = {}
         first = range(min(FIRST_ROWS, len(rows)))
-        if self.window(first) is None:
-            # Says why.
-            tokenise(rows.take(FIRST_ROWS))
+        data = self.window(first)
+        if data is None:
+            # Raises, and says why.
+            data = tokenise(rows.take(FIRST_ROWS))
+        self.largest_token = data.largest_token
         self._met = self._truncated = self._left_out = 0
 
     def __len__(self) -> int:
         """Rows, usable or not."""
         return len(self._rows)
+
+    def check_tokens(self, check: Callable[[int], None]) -> None:
+        """From now on ``check`` is called with the largest token of all rows that are tokenised, and may refuse it."""
+        self._token_checks.append(check)
 
     def announce(self, steps: Sequence[Sequence[int]]) -> None:
         """Says which rows the next steps take, so that they are tokenised ahead where there are processes for it."""
@@ -83,6 +94,7 @@ class StreamedRows:
         Raises:
             DataError: one is not as the settings say.
             RunError: a process that tokenised was killed.
+            whatever a check of tokens raises.
         """
         items = tuple(items)
         if self._pool is None:
@@ -90,6 +102,9 @@ class StreamedRows:
         else:
             data = self._pool.result(self._under_way.pop(items, None) or self._pool.submit(items))
         self._met += len(items)
+        if data is not None:
+            for check in self._token_checks:
+                check(data.largest_token)
         self._truncated += 0 if data is None else data.truncated
         self._left_out += len(items) if data is None else data.left_out
         return data
@@ -104,11 +119,6 @@ class StreamedRows:
         """Ends the processes; nothing can be tokenised afterwards."""
         if self._pool is not None:
             self._pool.close()
-
-    @property
-    def largest_token(self) -> int:
-        """The largest id that the tokenizer can write; which ones the rows hold is not known beforehand."""
-        return max(self._tokenizer.get_vocab().values())
 
     @property
     def in_memory(self) -> list[str]:

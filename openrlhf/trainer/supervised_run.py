@@ -100,7 +100,7 @@ def load_data(
         return data, None if held_out is None else tokenised(held_out)
     # Last, because its processes stay: none is to be forked beside the threads that look after them.
     evaluation = None if held_out is None else tokenised(held_out)
-    return StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), tokenizer, workers=workers), evaluation
+    return StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), workers=workers), evaluation
 
 
 def training_backend(
@@ -235,9 +235,15 @@ def check_vocabulary(
 ) -> None:
     """Raises: ConfigError where the tokenizer writes ids that ``model``, named by ``flag``, has no embedding for."""
     known = backend.module.get_input_embeddings().num_embeddings
-    largest = max(part.largest_token for part in parts)
-    if largest >= known:
-        raise ConfigError(
-            f"the tokenizer writes token {largest}, and {flag} {model} has only {known} embeddings: take the tokenizer "
-            "that belongs to the model, or resize its embeddings first"
-        )
+
+    def check(largest: int) -> None:
+        if largest >= known:
+            raise ConfigError(
+                f"the tokenizer writes token {largest}, and {flag} {model} has only {known} embeddings: take the "
+                "tokenizer that belongs to the model, or resize its embeddings first"
+            )
+
+    for part in parts:
+        check(part.largest_token)
+        if isinstance(part, StreamedRows):
+            part.check_tokens(check)

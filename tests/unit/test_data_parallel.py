@@ -117,7 +117,7 @@ def test_streamed_rows_are_tokenised_ahead_by_processes_as_in_their_turn(rows_of
     def tokenise(part):
         return SFTDataset(part, tokenizer, FORM, max_len=24)
 
-    one, several = (StreamedRows(rows, tokenise, tokenizer, workers=count) for count in (0, 2))
+    one, several = (StreamedRows(rows, tokenise, workers=count) for count in (0, 2))
     assert (one.ahead, several.ahead) == (0, 2)
     sampler = StatefulSampler(len(rows), seed=3)
     sizes = split_updates(len(rows), 30)
@@ -134,7 +134,7 @@ def test_a_bad_row_that_was_tokenised_ahead_is_named_when_its_turn_comes(rows_of
     rows = [dict(row) for row in ROWS * 2]
     del rows[FIRST_ROWS + 3]["output"]
     tokenizer = make_tokenizer()
-    data = StreamedRows(rows_of(rows), lambda part: SFTDataset(part, tokenizer, FORM, max_len=24), tokenizer, workers=1)
+    data = StreamedRows(rows_of(rows), lambda part: SFTDataset(part, tokenizer, FORM, max_len=24), workers=1)
     data.announce([[1], [FIRST_ROWS + 3]])
     assert len(data.window([1])) == 1
     with pytest.raises(DataError, match=f"row {FIRST_ROWS + 4}: there is no column 'output'"):

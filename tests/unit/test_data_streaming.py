@@ -37,7 +37,7 @@ def sums(count: int) -> list[dict]:
 
 def streamed(rows, max_len: int = 60) -> StreamedRows:
     tokenizer = make_tokenizer()
-    return StreamedRows(rows, lambda part: SFTDataset(part, tokenizer, FORM, max_len=max_len), tokenizer)
+    return StreamedRows(rows, lambda part: SFTDataset(part, tokenizer, FORM, max_len=max_len))
 
 
 def test_a_window_holds_the_records_of_a_data_set_that_is_tokenised_whole_in_any_order(tmp_path):
@@ -81,7 +81,7 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(tmp_path):
     )
     tokenizer = make_tokenizer()
     form = PreferenceFormat()
-    data = StreamedRows(rows, lambda part: PreferenceDataset(part, tokenizer, form, max_len=60), tokenizer)
+    data = StreamedRows(rows, lambda part: PreferenceDataset(part, tokenizer, form, max_len=60))
     assert len(data.window([1, 0])) == 1
     assert data.closing() == "2 rows were met, 0 of them cut, 1 left out as unusable"
 
@@ -107,10 +107,25 @@ def test_files_that_have_to_be_read_whole_are_named_and_lines_of_json_are_not(tm
     assert data.in_memory == [str(tmp_path / "b.json"), str(tmp_path / "c.csv")]
 
 
-def test_the_largest_token_is_the_largest_that_the_tokenizer_can_write(tmp_path):
-    data = streamed(load(write(tmp_path / "a.jsonl", sums(2))))
-    assert data.largest_token == max(make_tokenizer().get_vocab().values()) == 511
-    assert data.summary() == "2 rows, tokenised when their turn comes (--data.streaming)"
+def test_tokens_are_checked_in_every_row_that_is_tokenised_and_the_largest_of_the_first_is_known(tmp_path):
+    rows = load(write(tmp_path / "a.jsonl", [*sums(FIRST_ROWS), {"input": "q", "output": "hello world"}]))
+    data = streamed(rows)
+    known = SFTDataset(rows.take(FIRST_ROWS), make_tokenizer(), FORM, max_len=60).largest_token
+    assert data.largest_token == known
+    assert data.summary() == f"{FIRST_ROWS + 1} rows, tokenised when their turn comes (--data.streaming)"
+
+    seen: list[int] = []
+    data.check_tokens(seen.append)
+    for items in ([0, 5], [FIRST_ROWS]):
+        assert data.window(items).largest_token == seen[-1]
+    assert len(seen) == 2 and seen[0] != seen[1]
+
+    def refuse(largest):
+        raise ConfigError(f"token {largest}")
+
+    data.check_tokens(refuse)
+    with pytest.raises(ConfigError, match=f"token {seen[1]}"):
+        data.window([FIRST_ROWS])
 
 
 def test_streaming_is_a_flag_of_all_supervised_commands_and_excludes_a_reference_that_is_asked_before(
