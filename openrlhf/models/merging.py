@@ -39,10 +39,9 @@ from openrlhf.models.loading import (
     load_config,
     load_tokenizer,
     reading,
-    save_tokenizer,
     without_load_report,
 )
-from openrlhf.models.tokenizer_files import copy_tokenizer, tokenizer_folder
+from openrlhf.models.tokenizer_copy import copy_tokenizer, tokenizer_folder
 from openrlhf.models.value_head import EXPORTED, HeadSpec, prepare_head, set_statistics
 from openrlhf.utils.errors import RunError
 
@@ -373,5 +372,5 @@ def _write_tokenizer(model: PreTrainedModel, source: Path, target: Path, config:
     keep_pad_apart(tokenizer, text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id])
     copied = AutoTokenizer.from_pretrained(target, trust_remote_code=config.trust_remote_code)
     if copied.pad_token != tokenizer.pad_token:
-        save_tokenizer(tokenizer, target)
+        tokenizer.save_pretrained(target)
     text.pad_token_id = tokenizer.pad_token_id
