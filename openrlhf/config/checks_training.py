@@ -118,6 +118,12 @@ def check_sharding(config: TrainingConfig) -> None:
     check_compile(ds)
     if ds.use_universal_ckpt and not config.ckpt.load_enable:
         raise ConfigError("--ds.use_universal_ckpt is about resuming; add --ckpt.load_enable.")
+    for prefix, optimizer in optimizers(config):
+        if ds.use_universal_ckpt and optimizer.optim == "muon":
+            raise ConfigError(
+                f"--ds.use_universal_ckpt does not go with --{prefix}optim muon: DeepSpeed converts the state of Adam "
+                "alone; resume on the number of ranks that wrote the checkpoint, or start from an exported model."
+            )
 
 
 def check_compile(ds: DeepSpeedConfig) -> None:

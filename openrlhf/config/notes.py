@@ -189,6 +189,11 @@ RL = (
     Dependent(("actor.eps_clip",), lambda c: c.actor.eps_clip_low_high is None, "beside --actor.eps_clip_low_high"),
     Dependent(("actor.muon.*",), lambda c: c.actor.optimizer.optim == "muon", "without --actor.optim muon"),
     Dependent(
+        ("critic.muon.*",),
+        lambda c: c.critic.optimizer.optim == "muon" or c.algo.advantage.estimator != "gae",
+        "without --critic.optim muon",
+    ),
+    Dependent(
         ("actor.gradient_checkpointing_reentrant",),
         lambda c: c.actor.gradient_checkpointing_enable,
         "without --actor.gradient_checkpointing_enable",

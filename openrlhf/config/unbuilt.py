@@ -15,9 +15,6 @@ COMMANDS = {
 
 # flag -> feature, for every command that has the flag; refused unless it stands at its default.
 FLAGS = {
-    "optim": "the Muon optimizer",
-    "actor.optim": "the Muon optimizer",
-    "critic.optim": "the Muon optimizer",
     "use_ms": "ModelScope",
     "data.dataloader_num_workers": "preparing rows in other processes",
     "data.max_images_per_prompt": "training on images",
