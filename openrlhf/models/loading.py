@@ -351,19 +351,6 @@ def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str:
     return next(token for token in candidates if token is not None)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer's files.
-
-    Raises: OSError where they cannot be written; a fast tokenizer has no type of its own for that.
-    """
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(str(error)) from error
-
-
 def keep_pad_apart(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> bool:
     """Gives a tokenizer that pads with the end of a row another pad token, one that ends no row.
 
