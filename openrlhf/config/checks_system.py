@@ -30,6 +30,8 @@ NO_EFFECT_ON_CPU = (
     "vllm.enforce_eager",
     "ref.offload",
     "reward.offload",
+    "ds.adam_offload",
+    "ds.overlap_comm",
 )
 
 
@@ -286,8 +288,10 @@ def check_shared_memory(config: TrainingConfig) -> None:
 
 def device_notes(config: Config, device: str) -> list[str]:
     """Returns: what the device makes of flags that are about GPUs."""
-    if not isinstance(config, PPOConfig):
+    if not isinstance(config, TrainingConfig):
         return []
-    flags = flags_of(type(config))
-    idle = [f"--{name}" for name in NO_EFFECT_ON_CPU if flags[name].value(config) != flags[name].default]
+    flags = {name: flag for name, flag in flags_of(type(config)).items() if name in NO_EFFECT_ON_CPU}
+    idle = [
+        f"--{name}" for name in NO_EFFECT_ON_CPU if name in flags and flags[name].value(config) != flags[name].default
+    ]
     return [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []

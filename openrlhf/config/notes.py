@@ -64,6 +64,11 @@ REWARD_MODEL = (
     ),
 )
 EVERY = (
+    Dependent(
+        ("ds.adam_offload",),
+        lambda c: c.ds.zero_stage > 0 or c.ds.param_dtype != "fp32",
+        "under --ds.zero_stage 0 in fp32",
+    ),
     Dependent(("ds.lora.*",), lambda c: c.ds.lora.rank > 0, "without --ds.lora.rank"),
     Dependent(("ds.ring_attn_head_stride",), lambda c: c.ds.ring_attn_size > 1, "without --ds.ring_attn_size"),
     Dependent(("eval.*",), lambda c: c.eval.dataset is not None, "without --eval.dataset"),
@@ -141,11 +146,6 @@ RL = (
         ("ref.offload", "reward.offload"),
         lambda c: c.ds.zero_stage < 3,
         "under --ds.zero_stage 3, where each GPU holds only its part of these models",
-    ),
-    Dependent(
-        ("ds.adam_offload",),
-        lambda c: c.ds.zero_stage > 0 or c.ds.param_dtype != "fp32",
-        "under --ds.zero_stage 0 in fp32",
     ),
     Dependent(("ckpt.best_metric_key",), lambda c: c.eval.dataset is not None, "without --eval.dataset"),
     Dependent(("algo.kl.horizon",), lambda c: c.algo.kl.target is not None, "without --algo.kl.target"),

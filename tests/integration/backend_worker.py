@@ -202,8 +202,9 @@ def mixed_precision_training(
     *,
     make_optimizers: Callable[[Any], list[torch.optim.Optimizer]] = plain_adamw,
     max_norm: float = 0.5,
+    accumulate: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """bf16 weights, float32 masters, gradients of micro-batches added up in float32; no DeepSpeed."""
+    """bf16 weights, float32 masters, gradients of micro-batches added up in float32 or bf16; no DeepSpeed."""
     from openrlhf.models.forward import score_tokens
     from openrlhf.models.loading import load_causal_lm
 
@@ -223,7 +224,8 @@ def mixed_precision_training(
             losses[-1] += loss.item()
             for half, master in pairs:
                 grad = half.grad.float()
-                master.grad = grad if master.grad is None else master.grad + grad
+                total = grad if master.grad is None else master.grad + grad
+                master.grad = total.to(accumulate).float()
                 half.grad = None
         norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)))
         for each in (*optimizers, *schedulers):
@@ -279,8 +281,12 @@ def train_with_backend(
 
 def make_backend(folder: Path, stage: int, *, dtype: str = "fp32", **options: Any) -> Any:
     """A backend for training with the optimizer of these tests."""
+    from deepspeed.utils import groups
+
     from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 
+    # DeepSpeed makes the groups of --ds.zpg once a process, where a run trains one model; a test trains many.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     ds_options = {key: options.pop(key) for key in list(options) if key in DeepSpeedConfig.__dataclass_fields__}
     return DeepSpeedBackend.for_training(
         folder,
