@@ -290,8 +290,7 @@ def device_notes(config: Config, device: str) -> list[str]:
     """Returns: what the device makes of flags that are about GPUs."""
     if not isinstance(config, TrainingConfig):
         return []
-    flags = {name: flag for name, flag in flags_of(type(config)).items() if name in NO_EFFECT_ON_CPU}
-    idle = [
-        f"--{name}" for name in NO_EFFECT_ON_CPU if name in flags and flags[name].value(config) != flags[name].default
-    ]
+    flags = flags_of(type(config))
+    named = [flags[name] for name in NO_EFFECT_ON_CPU if name in flags]
+    idle = [f"--{flag.name}" for flag in named if flag.value(config) != flag.default]
     return [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []
