@@ -15,7 +15,7 @@ from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
 from openrlhf.config.engine_arguments import check_engine_arguments
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-from openrlhf.config.kernels import check_experts, check_installed, check_runs
+from openrlhf.config.kernels import check_experts, check_installed, check_liger, check_liger_device, check_runs
 from openrlhf.config.versions import REQUIRED, REQUIRED_FOR_RL, check_versions
 
 VLLM_MINIMUM = "0.25.1"
@@ -86,6 +86,7 @@ def check_system(config: TrainingConfig) -> None:
     """Raises ConfigError for missing files and packages."""
     check_paths(config)
     check_installed(config.ds.attn_implementation)
+    check_liger(config.ds.use_liger_kernel)
     check_versions(REQUIRED)
     if isinstance(config, PPOConfig):
         check_versions(REQUIRED_FOR_RL)
@@ -254,6 +255,7 @@ def check_device(config: TrainingConfig, device: str) -> None:
         check_engine_device(device)
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
+    check_liger_device(ds.use_liger_kernel, device=device)
     if device == "cuda":
         check_batch_invariance(config)
         check_shared_memory(config)

@@ -161,9 +161,12 @@ def check_gradients(ds: DeepSpeedConfig) -> None:
 
 
 def check_compile(ds: DeepSpeedConfig) -> None:
-    """Raises ConfigError where compiled layers do not go with how the model is sharded or compiled otherwise."""
-    if ds.torch_compile and ds.deepcompile:
-        raise ConfigError("--ds.torch_compile and --ds.deepcompile both compile the model; leave one of them out.")
+    """Raises ConfigError where compiled layers do not go with how the model is sharded, and for DeepCompile."""
+    if ds.deepcompile:
+        raise ConfigError(
+            "--ds.deepcompile has DeepSpeed count the micro-batches of a step, and here a step ends when its loss is "
+            "whole (managed_gradient_accumulation is off); take --ds.torch_compile on stages 0 to 2, or leave it out."
+        )
     if ds.torch_compile and ds.zero_stage == 3:
         raise ConfigError(
             "--ds.torch_compile does not go with --ds.zero_stage 3, which gathers weights inside of each layer; take "

@@ -18,8 +18,6 @@ FLAGS = {
     "use_ms": "ModelScope",
     "data.dataloader_num_workers": "preparing rows in other processes",
     "data.max_images_per_prompt": "training on images",
-    "ds.use_liger_kernel": "Liger kernels",
-    "ds.deepcompile": "DeepCompile",
     "ds.tensor_parallel_size": "tensor parallel training",
     "ds.ring_attn_size": "ring attention",
     "ds.lora.rank": "LoRA",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-from openrlhf.config import ConfigError, check, device_notes
+from openrlhf.config import ConfigError, check, check_device, device_notes
 from openrlhf.config.notes import notes
 from tests.unit.config_args import SFT, built, make_files, rl, sft
 
@@ -60,6 +62,17 @@ def test_what_moves_nothing_on_a_cpu_is_named_by_every_command():
     assert device_notes(sft("--ds.adam_offload"), "cuda") == []
     (note,) = notes(sft("--ds.adam_offload", "--ds.zero_stage", "0", "--ds.param_dtype", "fp32"))
     assert note == "--ds.adam_offload has no effect under --ds.zero_stage 0 in fp32."
+
+
+def test_kernels_of_liger_have_to_be_installed_and_run_on_gpus():
+    config = built("train_sft", SFT, "--ds.use_liger_kernel")
+    with pytest.raises(ConfigError, match="needs a GPU, and the device is the CPU"):
+        check_device(config, "cpu")
+    check_device(config, "cuda")
+    if find_spec("liger_kernel") is None:
+        assert refusal("--ds.use_liger_kernel") == (
+            "--ds.use_liger_kernel needs the package liger-kernel; pip install 'openrlhf[liger]'."
+        )
 
 
 def test_settings_of_muon_are_told_where_a_critic_has_adam():
