@@ -46,6 +46,7 @@ def _train_every_way(folders: dict[str, Path], expected: dict[str, dict[str, Any
         ("untied", 3, {"packing_samples": False}),
         ("tied", 3, {"gradient_checkpointing": True}),
         ("untied", 2, {"gradient_checkpointing": True, "gradient_checkpointing_reentrant": True}),
+        ("untied", 3, {"gradient_checkpointing": True, "gradient_checkpointing_reentrant": True}),
         ("tied", 2, {"attn_implementation": "sdpa"}),
         ("untied", 2, {"torch_compile": True, "gradient_checkpointing": True}),
         ("tied", 2, {"one_batch": True}),
