@@ -15,7 +15,7 @@ from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
 from openrlhf.config.engine_arguments import check_engine_arguments
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-from openrlhf.config.kernels import check_experts, check_installed, check_runs
+from openrlhf.config.kernels import check_experts, check_installed, check_liger, check_liger_device, check_runs
 from openrlhf.config.versions import REQUIRED, REQUIRED_FOR_RL, check_versions
 
 VLLM_MINIMUM = "0.25.1"
@@ -30,6 +30,8 @@ NO_EFFECT_ON_CPU = (
     "vllm.enforce_eager",
     "ref.offload",
     "reward.offload",
+    "ds.adam_offload",
+    "ds.overlap_comm",
 )
 
 
@@ -84,6 +86,7 @@ def check_system(config: TrainingConfig) -> None:
     """Raises ConfigError for missing files and packages."""
     check_paths(config)
     check_installed(config.ds.attn_implementation)
+    check_liger(config.ds.use_liger_kernel)
     check_versions(REQUIRED)
     if isinstance(config, PPOConfig):
         check_versions(REQUIRED_FOR_RL)
@@ -272,6 +275,7 @@ def check_device(config: TrainingConfig, device: str) -> None:
         check_engine_device(device)
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
+    check_liger_device(ds.use_liger_kernel, device=device)
     if device == "cuda":
         check_batch_invariance(config)
         check_shared_memory(config)
@@ -306,8 +310,9 @@ def check_shared_memory(config: TrainingConfig) -> None:
 
 def device_notes(config: Config, device: str) -> list[str]:
     """Returns: what the device makes of flags that are about GPUs."""
-    if not isinstance(config, PPOConfig):
+    if not isinstance(config, TrainingConfig):
         return []
     flags = flags_of(type(config))
-    idle = [f"--{name}" for name in NO_EFFECT_ON_CPU if flags[name].value(config) != flags[name].default]
+    named = [flags[name] for name in NO_EFFECT_ON_CPU if name in flags]
+    idle = [f"--{flag.name}" for flag in named if flag.value(config) != flag.default]
     return [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []

@@ -11,16 +11,8 @@ from openrlhf.config.flags import flags_of
 
 # flag -> feature, for every command that has the flag; refused unless it stands at its default.
 FLAGS = {
-    "optim": "the Muon optimizer",
-    "actor.optim": "the Muon optimizer",
-    "critic.optim": "the Muon optimizer",
     "use_ms": "ModelScope",
     "data.max_images_per_prompt": "training on images",
-    "ds.zpg": "ZeRO++ sharding",
-    "ds.use_liger_kernel": "Liger kernels",
-    "ds.grad_accum_dtype": "a gradient accumulation type of its own",
-    "ds.overlap_comm": "overlapped gradient reduction",
-    "ds.deepcompile": "DeepCompile",
     "ds.tensor_parallel_size": "tensor parallel training",
     "ds.ring_attn_size": "ring attention",
     "ds.lora.rank": "LoRA",

@@ -29,6 +29,7 @@ from openrlhf.config.checks_system import looks_local
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.precision import PRECISIONS
 from openrlhf.models.attention import choose_attention
+from openrlhf.models.liger import apply_liger
 from openrlhf.models.value_head import EXPORTED_WEIGHT, HeadSpec, attach_head, prepare_head
 
 logger = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
     experts_implementation: str | None = None,
+    liger: bool = False,
     zero3: dict[str, Any] | None = None,
     head: HeadSpec | None = None,
 ) -> PreTrainedModel:
@@ -219,13 +221,14 @@ def load_causal_lm(
         path: folder or hub name.
         attn_implementation: ``--ds.attn_implementation``; "auto" takes the best that is installed.
         experts_implementation: ``--ds.experts_implementation``; None leaves it to transformers.
+        liger: ``--ds.use_liger_kernel``, on GPUs.
         zero3: the DeepSpeed config where parameters are to be sharded at birth; they then stand on the device that
             DeepSpeed chose.
         head: a scalar head in place of the one that gives logits (a critic, a reward model).
 
     Raises:
         ConfigError: there is no such model, it cannot be read, the attention kernel cannot run here, or the model has
-            no scalar head where one was asked for.
+            no scalar head where one was asked for, or Liger no kernels for it.
     """
     device = torch.device(device)
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -252,6 +255,8 @@ def load_causal_lm(
     if zero3 is not None:
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     _without_dropout(model)
+    if liger:
+        apply_liger(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, gradient_checkpointing_reentrant)
     return model if zero3 is not None else model.to(device)
@@ -350,19 +355,6 @@ def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str:
     )
     candidates = [*spare, tokenizer.unk_token, tokenizer.eos_token]
     return next(token for token in candidates if token is not None)
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer's files.
-
-    Raises: OSError where they cannot be written; a fast tokenizer has no type of its own for that.
-    """
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(str(error)) from error
 
 
 def keep_pad_apart(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> bool:

@@ -110,8 +110,8 @@ def planned_steps(num_items: int, settings: LoopSettings) -> int:
 def train_step(backend: Backend, objective: Objective, items: Sequence[int], micro_batch_size: int) -> dict[str, float]:
     """One optimizer step over ``items``; collective, with the same arguments on all ranks.
 
-    Returns: ``loss/train``, ``actor/grad_norm`` (before clipping), ``actor/lr``, ``actor/skipped_steps``, and what the
-        objective adds, under ``<name>/train``; the same on all ranks.
+    Returns: ``loss/train``, ``actor/grad_norm`` (before clipping), ``actor/lr`` (and ``actor/adam_lr`` beside Muon),
+        ``actor/skipped_steps``, and what the objective adds, under ``<name>/train``; the same on all ranks.
     """
     units = objective.units(items)
     sums = _Sums(backend)
@@ -120,8 +120,8 @@ def train_step(backend: Backend, objective: Objective, items: Sequence[int], mic
         backend.backward(loss)
         sums.add(loss, extra)
     result = backend.step()
-    step = {"actor/grad_norm": result.grad_norm, "actor/lr": result.lr, "actor/skipped_steps": float(result.skipped)}
-    return sums.reduced("train") | step
+    step = {"actor/grad_norm": result.grad_norm, "actor/skipped_steps": float(result.skipped)}
+    return sums.reduced("train") | step | result.rate_metrics("actor")
 
 
 @torch.no_grad()
@@ -228,7 +228,7 @@ class SupervisedTrainer:
             ConfigError: the run that wrote it had other data, another seed or other settings of those that are fixed.
         """
         for flag, here in self.fixed.items():
-            there = state["fixed"].get(flag)
+            there = state["fixed"].get(flag, here)
             if there != here:
                 raise ConfigError(
                     f"the checkpoint was written with {flag} {there}, and this run has {here}: resume with the same, "

@@ -184,18 +184,10 @@ def loop_settings(config: SupervisedConfig) -> LoopSettings:
 
 def fixed_settings(config: SupervisedConfig) -> dict[str, Any]:
     """Returns: by flag, what a resumed run must share with the one that it goes on from."""
-    optimizer, adam = config.optimizer, config.optimizer.adam
     return {
         "--train.batch_size": config.train.batch_size,
         "--train.max_epochs": config.train.max_epochs,
-        "--lr_scheduler": optimizer.lr_scheduler,
-        "--lr_warmup_ratio": optimizer.lr_warmup_ratio,
-        "--min_lr_ratio": optimizer.min_lr_ratio,
-        "--adam.lr": adam.lr,
-        "--adam.betas": tuple(adam.betas),
-        "--adam.eps": adam.eps,
-        "--adam.weight_decay": adam.weight_decay,
-    }
+    } | config.optimizer.fixed("")
 
 
 def training_rows(config: SupervisedConfig) -> Rows:

@@ -165,6 +165,10 @@ def test_one_process_trains_and_leaves_model_tokenizer_metrics_and_report(folder
     assert [step for step, _ in losses(out)] == [5, 10, 15, 20, 25, 30]
     assert losses(out)[-1][1] < losses(out)[0][1] - 1
     assert AutoTokenizer.from_pretrained(out).chat_template
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert [(out / name).read_bytes() for name in tokenizer] == [
+        (folder / "model" / name).read_bytes() for name in tokenizer
+    ]
     assert "multiturn: true" in (out / "config.yaml").read_text()
     assert (out / "report.html").exists() and (out / "report.png").exists()
     assert list((folder / "tensorboard").rglob("events.*"))

@@ -13,6 +13,7 @@ import torch
 
 from openrlhf.agents.reward_values import RewardResult, read_rewards
 from openrlhf.algorithms.preference_loss import PairLosses, pair_metrics
+from openrlhf.backends.base import StepResult
 from openrlhf.config import COMMANDS, Config, ConfigError, RMModelConfig, check, notes, parse
 from openrlhf.config.flags import flags_of
 from openrlhf.config.settings import lookup
@@ -57,6 +58,7 @@ def logged() -> set[str]:
     literal = set(re.findall(r'"([a-z_]+/[a-z_]+)"', SOURCE))
     roles = re.findall(r'\.summary\("(\w+)"\)', SOURCE)
     by_role = {f"{role}/{name}" for role in roles for name in re.findall(r'f"\{role\}/(\w+)"', SOURCE)}
+    by_role |= {name for role in roles for name in StepResult(1.0, False, 1e-2, 1e-6).rate_metrics(role)}
     phases = {f"time/{phase}" for phase in re.findall(r'\._phase\("(\w+)"', SOURCE)}
     (optional,) = re.findall(r'f"policy/\{name\}".*? for name in \((.*?)\)', SOURCE)
     policy = {f"policy/{name}" for name in re.findall(r'"(\w+)"', optional)}
