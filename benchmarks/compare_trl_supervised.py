@@ -47,10 +47,10 @@ def _arguments() -> Any:
     speed = parts.add_parser("speed", help="tokens a second of both sides")
     speed.add_argument("--cases", nargs="+", choices=list(SPEED_CASES), default=list(SPEED_CASES))
     speed.add_argument("--model", type=Path, help="a model's folder; a random one of 28 million parameters where unset")
-    speed.add_argument("--steps", type=int, default=6)
-    speed.add_argument("--warmup", type=int, default=2, help="first steps of each run that are left out")
+    speed.add_argument("--steps", type=int, default=4)
+    speed.add_argument("--warmup", type=int, default=1, help="first steps of each run that are left out")
     speed.add_argument("--rounds", type=int, default=2, help="runs of each side")
-    speed.add_argument("--batch", type=int, default=16, help="rows of a step, or twice its pairs")
+    speed.add_argument("--batch", type=int, default=8, help="rows of a step, or twice its pairs")
     speed.add_argument("--characters", type=int, nargs=2, default=(60, 300), help="of a row, fewest and most")
     for part in (losses, speed):
         part.add_argument("--trl_python", required=True, help="the Python that has trl")

@@ -57,7 +57,7 @@ def run(job: dict[str, Any]) -> None:
 
     Args:
         job: ``task`` ("sft" or "dpo"), ``model``, ``data`` (JSON lines, used in their order), ``dtype`` of the weights,
-            ``metrics`` (file to write), ``config`` (fields of SFTConfig or DPOConfig, whose ``output_dir`` gets the model).
+            ``metrics`` (file to write), ``config`` (fields of SFTConfig or DPOConfig; the model goes there).
     """
     base, config_class = TRAINERS[job["task"]]
     recorder = Recorder(Path(job["metrics"]))
