@@ -97,7 +97,7 @@ CASES = {
         "dpo",
         flags=("--model.label_smoothing", "0.2"),
         trl={"loss_type": ["robust"], "label_smoothing": 0.2},
-        differs="TRL's robust loss is another one: ((1-e)·(−log σ(h)) − e·(−log σ(−h))) / (1−2e)",
+        differs="TRL's robust loss is another one: (−(1−e)·log σ(h) + e·log σ(−h)) / (1−2e)",
     ),
     "dpo_nll": Case(
         "dpo",
