@@ -18,6 +18,8 @@ from openrlhf.tracking.jsonl import read_jsonl
 
 START_SECONDS, END_SECONDS = 240, 60
 
+SHARED_MEMORY = Path("/dev/shm")
+
 REWARD = """
 def reward_func(queries, prompts, labels):
     texts = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
@@ -83,7 +85,7 @@ class Run:
         locks = {file.path for engine in engines for file in engine.open_files() if file.path.endswith("/owner.lock")}
         folders = [Path(lock).parent for lock in locks]
         segments = [json.loads((folder / "shared-memory.json").read_text()) for folder in folders]
-        return [*folders, *(Path("/dev/shm", name) for names in segments for name in names)]
+        return [*folders, *(SHARED_MEMORY / name for names in segments for name in names)]
 
     def member(self, title: str) -> psutil.Process:
         """Returns: the first process of the family whose command line starts with ``title``."""
@@ -130,6 +132,27 @@ def left_behind(files: Sequence[Path], seconds: float) -> list[Path]:
     while (left := [path for path in files if path.exists()]) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
+
+
+def ownerless_memory(before: set[Path], seconds: float) -> list[Path]:
+    """Returns: what came to the shared memory since ``before``, is still there after at most ``seconds``, and that no
+    living process has open or mapped: other tests may run beside this one.
+    """
+    deadline = time.monotonic() + seconds
+    while (left := _unheld(set(SHARED_MEMORY.iterdir()) - before)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
+
+
+def _unheld(files: set[Path]) -> list[Path]:
+    held = ""
+    for process in psutil.process_iter():
+        try:
+            held += Path(f"/proc/{process.pid}/maps").read_text()
+            held += "".join(f"{file.path}\n" for file in process.open_files())
+        except (OSError, psutil.Error):
+            continue
+    return sorted(file for file in files if str(file) not in held)
 
 
 def metrics(folder: Path, *, timed: bool = False) -> list[dict[str, float]]:

@@ -169,7 +169,7 @@ def test_a_killed_part_ends_the_run_within_a_minute_names_it_and_leaves_nothing_
 def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shared_memory_nor_a_lock(
     inputs: dict[str, Path], tmp_path: Path, whole_group: bool
 ) -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = set(runs.SHARED_MEMORY.iterdir())
     flags = ["--train.num_episodes", "1000", "--algo.kl.init_coef", "0"]
     arguments = runs.command(tmp_path, inputs["model"], inputs["prompts"], inputs["reward"], *flags)
     with runs.running(tmp_path, [*["setsid"] * whole_group, *arguments]) as run:
@@ -188,7 +188,7 @@ def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shar
     assert (tmp_path / "out" / "report.html").exists()
     last = run.text().strip().splitlines()[-1]
     assert last == "openrlhf train_ppo_ray: terminated" and "Traceback" not in run.text(), run.text()[-3000:]
-    assert {path.name for path in set(Path("/dev/shm").iterdir()) - before} == set()
+    assert runs.ownerless_memory(before, 20) == []
 
 
 @pytest.mark.skipif(not runs.is_root(), reason="needs root, to mount a small file system that fills up")
