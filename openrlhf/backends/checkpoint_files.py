@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.checkpoints import COMPLETE, OLD, PARTIAL, sweep
 from openrlhf.backends.distributed import raise_if_any
+from openrlhf.backends.frozen import same_base
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.universal import UNIVERSAL, convert_to_universal, load_universal
 from openrlhf.config.errors import ConfigError
@@ -106,7 +107,14 @@ def _average_file(folder: Path, rank: int) -> Path:
     return folder / f"ema_rank{rank}.pt"
 
 
-def save_training_state(engine: Any, folder: Path, state: dict[str, Any], average: MovingAverage | None = None) -> None:
+def save_training_state(
+    engine: Any,
+    folder: Path,
+    state: dict[str, Any],
+    average: MovingAverage | None = None,
+    *,
+    base: float | None = None,
+) -> None:
     """Writes beside ``folder`` first and renames when every rank has written all of its files; collective.
 
     What killed saves left behind beside it goes first.
@@ -114,6 +122,7 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any], averag
     Args:
         state: what else the caller needs; anything that pickles.
         average: of the weights, where one is kept.
+        base: fingerprint of the weights below adapters, which are left out; None where the whole model is trained.
 
     Raises:
         RankError: naming the folder, the rank and the reason; whatever stood at ``folder`` is unharmed.
@@ -129,19 +138,26 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any], averag
             problem = error
     raise_if_any(f"writing the checkpoint {folder}", problem)
     with _recorded(engine, partial) as saver:
-        engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
+        engine.save_checkpoint(
+            str(partial),
+            tag=TAG,
+            client_state={"ours": state},
+            save_latest=False,
+            exclude_frozen_parameters=base is not None,
+        )
         saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
         if average is not None:
             saver.save(average.state(), str(_average_file(partial, dist.get_rank())))
-    _finish(engine, partial, folder, saver.error)
+    _finish(_layout(engine, base), partial, folder, saver.error)
 
 
-def _layout(engine: Any) -> dict[str, Any]:
+def _layout(engine: Any, base: float | None) -> dict[str, Any]:
     """What has to be the same for a state to be read back."""
     return {
         "ranks": dist.get_world_size(),
         "ZeRO stage": engine.zero_optimization_stage(),
         "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
+        "base": base,
     }
 
 
@@ -159,19 +175,25 @@ def _refuse_other_layout(folder: Path, written: dict[str, Any], running: dict[st
                 f"the checkpoint {folder} was written with {name} {written[name]} and this run has {running[name]}: "
                 "resume with the --ds flags of the run that wrote it, or start anew from an exported model"
             )
+    there, here = written.get("base"), running["base"]
+    if None not in (there, here) and not same_base(there, here):
+        raise ConfigError(
+            f"the checkpoint {folder} holds adapters of another model: the weights below them are not those of this "
+            "run; resume with the model of the run that wrote it"
+        )
 
 
 def _ranks(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
-def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None) -> None:
+def _finish(layout: dict[str, Any], partial: Path, folder: Path, problem: Exception | None) -> None:
     what = f"writing the checkpoint {folder}"
     try:
         raise_if_any(what, problem)
         if dist.get_rank() == 0:
             try:
-                (partial / COMPLETE).write_text(json.dumps(_layout(engine)) + "\n")
+                (partial / COMPLETE).write_text(json.dumps(layout) + "\n")
                 old = folder.with_name(folder.name + OLD)
                 if folder.exists():
                     os.replace(folder, old)
@@ -197,7 +219,12 @@ def _restore_average(average: MovingAverage, folder: Path, ranks: int) -> None:
 
 
 def load_training_state(
-    engine: Any, folder: Path, average: MovingAverage | None = None, *, any_ranks: bool = False
+    engine: Any,
+    folder: Path,
+    average: MovingAverage | None = None,
+    *,
+    any_ranks: bool = False,
+    base: float | None = None,
 ) -> dict[str, Any]:
     """Puts weights, their average, optimizer, scheduler and this rank's random state back; collective.
 
@@ -207,12 +234,13 @@ def load_training_state(
         average: of the weights, where one is to go on.
         any_ranks: another number of ranks may have written it. Its state is converted once, inside the folder. Where
             the number differs, every rank goes on with the random state and the ``state`` of the writers' rank 0.
+        base: as in ``save_training_state``.
 
     Returns: the ``state`` that was saved.
 
     Raises:
-        ConfigError: another number of ranks, another stage or another dtype has written it, or it holds no moving
-            average where one is to go on.
+        ConfigError: another number of ranks, another stage, another dtype or another model below its adapters has
+            written it, or it holds no moving average where one is to go on.
         RankError: the folder is missing or incomplete, or its state cannot be converted.
     """
     problem: Exception | None = None
@@ -222,7 +250,7 @@ def load_training_state(
             raise FileNotFoundError(f"{folder} is not a complete checkpoint")
         layout = json.loads((folder / COMPLETE).read_text())
         writers = layout["ranks"]
-        _refuse_other_layout(folder, layout, _layout(engine), any_ranks)
+        _refuse_other_layout(folder, layout, _layout(engine, base), any_ranks)
         if average is not None:
             _restore_average(average, folder, writers)
     except (ConfigError, OSError, ValueError) as error:
@@ -230,9 +258,9 @@ def load_training_state(
     raise_if_any(f"loading the checkpoint {folder}", problem)
     if engine.load_universal_checkpoint():
         _convert_on_rank_0(folder)
-        client_state = load_universal(engine, folder)
+        client_state = load_universal(engine, folder, whole=base is None)
     else:
-        _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
+        _, client_state = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=base is None)
     source = dist.get_rank() if writers == dist.get_world_size() else 0
     _restore_random_state(torch.load(_rng_file(folder, source), weights_only=True))
     return client_state["ours"]

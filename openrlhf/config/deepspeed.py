@@ -7,6 +7,8 @@ from typing import Literal
 
 Experts = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
 
+ALL_LINEAR = "all-linear"
+
 
 @dataclass(frozen=True)
 class LoraConfig:
@@ -16,8 +18,8 @@ class LoraConfig:
     """Rank of the adapters; 0 trains the whole model."""
     alpha: int = 16
     """Scale of the adapters: their product is multiplied by alpha / rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get an adapter, or all-linear."""
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    """Names of the linear layers that get an adapter; all-linear stands for all but the output head."""
     dropout: float = 0.0
     """Dropout in front of the adapters."""
 
