@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Experts = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
 
@@ -42,7 +42,7 @@ class LoadingConfig(PrecisionConfig):
     experts_implementation: Experts | None = None
     """Kernel for the experts of a mixture-of-experts model; unset leaves the choice to transformers."""
     load_in_4bit: bool = False
-    """Load frozen base weights as 4-bit nf4."""
+    """Hold the linear layers below adapters as 4-bit nf4; models that are only asked stay in --ds.param_dtype."""
     packing_samples: bool = True
     """Lay rows end to end without padding; --ds.no_packing_samples runs padded batches instead."""
 
@@ -76,6 +76,18 @@ class DeepSpeedConfig(LoadingConfig):
     use_universal_ckpt: bool = False
     """Resume on another number of ranks: the state is converted once, inside its checkpoint."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def adapter_flags(self) -> dict[str, Any]:
+        """By flag, what a run that goes on with adapters must share; nothing where the whole model is trained."""
+        if self.lora.rank == 0:
+            return {}
+        return {
+            "--ds.lora.rank": self.lora.rank,
+            "--ds.lora.alpha": self.lora.alpha,
+            "--ds.lora.dropout": self.lora.dropout,
+            "--ds.load_in_4bit": self.load_in_4bit,
+        }
 
 
 @dataclass(frozen=True)

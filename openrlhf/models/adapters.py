@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.deepspeed import ALL_LINEAR, LoraConfig
 from openrlhf.config.errors import ConfigError
-from openrlhf.models.four_bit import dequantised, quieten
+from openrlhf.models.four_bit import dequantised
 from openrlhf.models.value_head import EXPORTED, value_head
 
 if TYPE_CHECKING:
@@ -67,6 +67,21 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     return sorted(found)
 
 
+def adapter_size(model: PreTrainedModel, lora: LoraConfig) -> int:
+    """Returns: parameters that adapters would have; the model need not hold its weights.
+
+    Raises: ConfigError where ``target_modules`` do not fit the model.
+    """
+    layers = [model.get_submodule(name) for name in target_modules(model, lora)]
+    return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
+
+
+def linear_size(model: PreTrainedModel) -> int:
+    """Returns: parameters of the linear layers that 4-bit loading packs; the model need not hold its weights."""
+    layers = [model.get_submodule(name) for name in target_modules(model, LoraConfig())]
+    return sum(layer.weight.numel() for layer in layers)
+
+
 def attach_adapters(
     model: PreTrainedModel, lora: LoraConfig, *, base: str | Path, seed: int, dtype: torch.dtype
 ) -> None:
@@ -82,7 +97,6 @@ def attach_adapters(
     Raises: ConfigError where ``target_modules`` do not fit the model.
     """
     # Two seconds, which only those wait for who train adapters.
-    quieten()
     import peft
 
     scalar = value_head(model) is not None

@@ -12,9 +12,8 @@ from transformers import BitsAndBytesConfig
 from openrlhf.models.value_head import EXPORTED
 
 
-def quieten() -> None:
-    """Keeps bitsandbytes from recommending another package whenever it is imported on a CPU, peft doing so too."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+# Whenever it is imported on a CPU, and transformers does so through peft, bitsandbytes recommends another package.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def loading_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -22,7 +21,6 @@ def loading_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any
 
     nf4 with its constants quantised too, as in QLoRA (Dettmers et al., arXiv 2305.14314), computed in ``dtype``.
     """
-    quieten()
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -176,7 +176,7 @@ def fixed_settings(config: SupervisedConfig) -> dict[str, Any]:
         "--adam.betas": tuple(adam.betas),
         "--adam.eps": adam.eps,
         "--adam.weight_decay": adam.weight_decay,
-    }
+    } | config.ds.adapter_flags
 
 
 def training_rows(config: SupervisedConfig) -> Rows:
