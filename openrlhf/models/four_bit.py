@@ -11,7 +11,6 @@ from transformers import BitsAndBytesConfig
 
 from openrlhf.models.value_head import EXPORTED
 
-
 # Whenever it is imported on a CPU, and transformers does so through peft, bitsandbytes recommends another package.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
