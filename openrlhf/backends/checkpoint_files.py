@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,22 @@ def _recorded(engine: Any, folder: Path) -> Iterator[_RecordingSaver]:
         del engine._copy_recovery_script
 
 
+@contextmanager
+def _trained_alone(engine: Any) -> Iterator[None]:
+    """While it lasts, the weights that DeepSpeed writes are those that are trained. By itself it leaves out frozen ones
+    as well, but not a tied weight's second name, nor the constants of weights in 4 bits.
+    """
+    module = engine.module
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    wanted = trained | {name for name, _ in module.named_buffers()}
+    whole = engine.module_state_dict
+    engine.module_state_dict = lambda **options: {n: t for n, t in whole(**options).items() if n in wanted}
+    try:
+        yield
+    finally:
+        del engine.module_state_dict
+
+
 def _full_disk(folder: Path) -> OSError | None:
     """torch's writer reports a full disk as a position that it did not expect."""
     if shutil.disk_usage(folder).free < _FULL_BELOW_BYTES:
@@ -137,7 +153,8 @@ def save_training_state(
         except OSError as error:
             problem = error
     raise_if_any(f"writing the checkpoint {folder}", problem)
-    with _recorded(engine, partial) as saver:
+    adapted = nullcontext() if base is None else _trained_alone(engine)
+    with _recorded(engine, partial) as saver, adapted:
         engine.save_checkpoint(
             str(partial),
             tag=TAG,
