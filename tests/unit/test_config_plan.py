@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,13 @@ def train(facts=SMALL, *, ranks=2, tokens=8, checkpointing=False, **ds):
 def test_each_stage_shards_one_part_more(stage, dtype, weights, gradients, optimizer):
     parts = train(zero_stage=stage, param_dtype=dtype)
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (weights, gradients, optimizer)
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer_over_weights_that_may_be_in_four_bits():
+    parts = train(replace(SMALL, adapters=40), zero_stage=2)
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (2080, 80, 240)
+    packed = train(replace(SMALL, adapters=40, packed=800), zero_stage=2)
+    assert packed["weights"] == pytest.approx(2 * 240 + 800 * 4.127 / 8) and packed["optimizer"] == 240
 
 
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing():
