@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from openrlhf.backends.adapter_weights import merged_parameters, write_adapter_folder
 from openrlhf.backends.answers import Answers
 from openrlhf.backends.base import StepResult
 from openrlhf.backends.checkpoint_files import load_training_state, save_training_state
@@ -21,7 +22,7 @@ from openrlhf.backends.movement import MovementWatch
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.optimizer import build_adamw, build_scheduler
 from openrlhf.backends.residence import give_up, leave_accelerator, return_to
-from openrlhf.backends.weights import full_parameters, write_adapter_folder, write_hf_folder
+from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
 from openrlhf.models.adapters import has_adapters
 from openrlhf.models.compiling import compile_layers
@@ -282,7 +283,8 @@ class DeepSpeedBackend(Answers):
 
         Every rank must consume it fully and in order.
         """
-        return full_parameters(self.module, sharded=self.stage == 3)
+        parameters = merged_parameters if has_adapters(self.module) else full_parameters
+        return parameters(self.module, sharded=self.stage == 3)
 
     def save_hf(self, folder: Path, *, ema: bool = False) -> None:
         """Writes a folder that transformers loads, or, of a model with adapters, their folder that peft loads; the

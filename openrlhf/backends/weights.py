@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from openrlhf.backends.checkpoints import MODEL_CONFIG, PARTIAL_EXPORT
+from openrlhf.backends.checkpoints import EXPORT_CONFIGS, PARTIAL_EXPORT
 from openrlhf.backends.distributed import raise_if_any
 from openrlhf.backends.moving_average import MovingAverage
-from openrlhf.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, plain_weights, save_adapter
 
 # Bytes of parameters that stand whole at one time while a sharded model is read.
 GATHER_BYTES = 512 * 1024**2
@@ -28,23 +27,21 @@ def _true_size(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
 
 
-Item = TypeVar("Item")
-
-
-def _buckets(sized: Iterable[tuple[Item, int]], limit: int) -> Iterator[list[Item]]:
-    bucket: list[Item] = []
-    filled = 0
-    for item, size in sized:
-        if bucket and filled + size > limit:
+def _buckets(named: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        if bucket and size + _true_size(parameter) > limit:
             yield bucket
-            bucket, filled = [], 0
-        bucket.append(item)
-        filled += size
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += _true_size(parameter)
     if bucket:
         yield bucket
 
 
-def _gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
+def gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
+    """Returns: a context in which parameters are whole; collective where ``sharded``."""
     if not sharded:
         return nullcontext()
     import deepspeed
@@ -57,15 +54,12 @@ def full_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields: the names and layouts of a saved HF model, with whole tensors.
 
-    A weight that two modules share comes once, under its first name; adapters are merged into the weights below them.
-    The tensors are the live weights, or gathered or merged ones that stay whole for as long as the caller holds them:
-    hold few. Collective where ``sharded``.
+    A weight that two modules share comes once, under its first name. The tensors are the live weights, or gathered ones
+    that stay whole for as long as the caller holds them: hold few. Collective where ``sharded``.
     """
-    weights = plain_weights(module)
-    sized = [(weight, sum(_true_size(parameter) for parameter in weight.parameters)) for weight in weights]
-    for bucket in _buckets(sized, bucket_bytes):
-        with _gathered([parameter for weight in bucket for parameter in weight.parameters], sharded):
-            tensors = {weight.name: weight.tensor() for weight in bucket}
+    for bucket in _buckets(list(module.named_parameters()), bucket_bytes):
+        with gathered([parameter for _, parameter in bucket], sharded):
+            tensors = {name: parameter.detach() for name, parameter in bucket}
             # transformers lays some weights (experts) out in another way than files and engines do.
             yield from revert_weight_conversion(module, tensors).items()
 
@@ -75,9 +69,8 @@ def _state_on_rank_0(module: Any, sharded: bool, average: MovingAverage | None) 
     if not sharded and average is None:
         return module.state_dict() if dist.get_rank() == 0 else None
     state: dict[str, torch.Tensor] = {}
-    sized = [((name, parameter), _true_size(parameter)) for name, parameter in module.named_parameters()]
-    for bucket in _buckets(sized, GATHER_BYTES):
-        with _gathered([parameter for _, parameter in bucket], sharded):
+    for bucket in _buckets(list(module.named_parameters()), GATHER_BYTES):
+        with gathered([parameter for _, parameter in bucket], sharded):
             if dist.get_rank() == 0:
                 state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
     if average is not None:
@@ -95,6 +88,9 @@ def _state_on_rank_0(module: Any, sharded: bool, average: MovingAverage | None) 
 def write_hf_folder(module: Any, folder: Path, *, sharded: bool, average: MovingAverage | None = None) -> None:
     """Rank 0 writes config, generation config and safetensors files; collective.
 
+    They are written inside ``folder`` first and moved when all are there: the folder may be a mount point, and beside
+    it nothing may be writable.
+
     Args:
         average: takes the place of the trainable weights.
 
@@ -102,42 +98,14 @@ def write_hf_folder(module: Any, folder: Path, *, sharded: bool, average: Moving
         RankError: it could not be written, on all ranks; the files that were there before still stand.
     """
     state = _state_on_rank_0(module, sharded, average)
-    _write(folder, state, lambda partial: module.save_pretrained(partial, state_dict=state, max_shard_size="5GB"))
-
-
-def write_adapter_folder(module: Any, folder: Path, *, sharded: bool, average: MovingAverage | None = None) -> None:
-    """Rank 0 writes the adapters of a model, and a scalar head, as a folder that peft loads; collective.
-
-    Args, Raises: as ``write_hf_folder``.
-    """
-    trained = _trained_on_rank_0(module, sharded, average)
-    _write(folder, trained, lambda partial: save_adapter(module, trained, partial))
-
-
-def _trained_on_rank_0(module: Any, sharded: bool, average: MovingAverage | None) -> dict[str, torch.Tensor] | None:
-    """Copies in host memory of everything that is trained, which for adapters is little; None on the other ranks."""
-    parameters = {name: item for name, item in module.named_parameters() if item.requires_grad}
-    if average is not None:
-        device = next(module.parameters()).device
-        found = {name: tensor.to("cpu", parameters[name].dtype) for name, tensor in average.whole(device)}
-    else:
-        with _gathered(list(parameters.values()), sharded):
-            found = {name: item.detach().to("cpu", copy=True) for name, item in parameters.items()}
-    return found if dist.get_rank() == 0 else None
-
-
-def _write(folder: Path, state: dict[str, torch.Tensor] | None, write: Callable[[Path], None]) -> None:
-    """Has the rank that has a ``state`` write it inside ``folder`` first, and moves the files when all are there: the
-    folder may be a mount point, and beside it nothing may be writable. Collective.
-    """
     problem: Exception | None = None
     if state is not None:
         existed = os.path.exists(folder)
         partial = folder / PARTIAL_EXPORT
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            write(partial)
-            _replace_files(partial, folder)
+            module.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
+            replace_files(partial, folder)
         except Exception as error:  # safetensors and torch each raise a type of their own for a full disk
             problem = error
         finally:
@@ -147,20 +115,21 @@ def _write(folder: Path, state: dict[str, torch.Tensor] | None, write: Callable[
     raise_if_any(f"saving the model to {folder}", problem)
 
 
-def _replace_files(source: Path, target: Path) -> None:
+def replace_files(source: Path, target: Path) -> None:
     """Moves every file over; weights and adapters of an earlier save that has no file of this name go, lest both be
     loaded.
 
-    The config is the last to come: a folder that has one is a model.
+    The config is the last to come: a folder that has one is a model or an adapter.
     """
-    paths = sorted(source.iterdir(), key=lambda path: path.name == MODEL_CONFIG)
-    # safetensors leaves its files to their owner alone; the config was opened as any file, so it shows the umask.
-    mode = stat.S_IMODE((source / MODEL_CONFIG).stat().st_mode)
+    paths = sorted(source.iterdir(), key=lambda path: path.name in EXPORT_CONFIGS)
+    # safetensors leaves its files to their owner alone; a config was opened as any file, so it shows the umask.
+    mode = stat.S_IMODE(paths[-1].stat().st_mode)
     for path in paths:
         if path.is_file():
             path.chmod(mode)
         os.replace(path, target / path.name)
     names = {path.name for path in paths}
-    for path in [*target.glob("model*.safetensors*"), target / ADAPTER_CONFIG, target / ADAPTER_WEIGHTS]:
+    weights = [*target.glob("model*.safetensors*"), *target.glob("adapter_model.*")]
+    for path in [*weights, *(target / name for name in EXPORT_CONFIGS)]:
         if path.name not in names:
             path.unlink(missing_ok=True)

@@ -206,8 +206,8 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
 
 
 def save_adapter(model: PreTrainedModel, trained: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes a folder that peft loads, with the config of the model, which holds what a reward model's scores are
-    normalised by.
+    """Writes a folder that peft loads, and transformers where it is that of a language model. Beside a scalar head
+    stands the config of its model, which holds what scores are normalised by.
 
     Args:
         trained: by the model's names, the whole tensors of everything that is trained.
@@ -215,13 +215,16 @@ def save_adapter(model: PreTrainedModel, trained: Mapping[str, torch.Tensor], fo
     config = copy.copy(model.peft_config[NAME])
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
-    config.modules_to_save = [EXPORTED] if value_head(model) is not None else None
+    scalar = value_head(model) is not None
+    config.modules_to_save = [EXPORTED] if scalar else None
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tensors = {f"{_SAVED_PREFIX}{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in trained.items()}
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"}
     )
+    if not scalar:
+        return
     plain: Any = copy.deepcopy(model.config)
     # The base model's files are not in 4 bits.
     if hasattr(plain, "quantization_config"):

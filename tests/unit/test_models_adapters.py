@@ -152,7 +152,9 @@ def test_a_merged_weight_is_what_is_written_out_by_hand_in_the_dtype_of_the_weig
     assert weight.tensor().tolist() == [[2.0, 2.0], [-1.0, -1.0]]
 
 
-def test_a_saved_adapter_makes_the_same_model_in_plain_peft(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_saved_adapter_makes_the_same_model_in_plain_transformers_and_peft(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     lora = replace(LORA, target_modules=("q_proj", "down_proj"))
     model = moved(load(folders["untied"], lora))
     save_adapter(model, trained(model), tmp_path)
@@ -161,6 +163,9 @@ def test_a_saved_adapter_makes_the_same_model_in_plain_peft(folders: dict[str, P
     assert (config["task_type"], config["r"], config["lora_alpha"]) == ("CAUSAL_LM", 4, 8)
     assert config["modules_to_save"] is None
     assert config["target_modules"] == sorted(adapter_layers(model))
+    # transformers finds the base by itself.
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert (logits(found, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-5
     base = AutoModelForCausalLM.from_pretrained(folders["untied"], dtype=torch.float32)
     again = peft.PeftModel.from_pretrained(base, tmp_path)
     assert (logits(again, TOKENS) - logits(model, TOKENS)).abs().max() < 1e-5
@@ -179,6 +184,7 @@ def test_rewards_are_the_same_before_saving_after_loading_and_after_merging(
     save_adapter(model, trained(model), tmp_path)
     saved = load_file(tmp_path / ADAPTER_WEIGHTS)
     assert saved["base_model.model.score.weight"].shape == (1, 64)
+    assert json.loads((tmp_path / "config.json").read_text())["mean"] == 0
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
     batch = ragged_batch()
     rows = batch.tokens.split(batch.lengths.tolist())
