@@ -42,7 +42,7 @@ class LoadingConfig(PrecisionConfig):
     experts_implementation: Experts | None = None
     """Kernel for the experts of a mixture-of-experts model; unset leaves the choice to transformers."""
     load_in_4bit: bool = False
-    """Hold the linear layers below adapters as 4-bit nf4; models that are only asked stay in --ds.param_dtype."""
+    """Hold frozen linear layers as 4-bit nf4; in training, those below adapters."""
     packing_samples: bool = True
     """Lay rows end to end without padding; --ds.no_packing_samples runs padded batches instead."""
 
