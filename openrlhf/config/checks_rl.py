@@ -44,6 +44,7 @@ def check_rl(config: PPOConfig) -> None:
     check_kl(config)
     check_correction(config)
     check_dropout(config)
+    check_adapters_sleep(config)
     check_penalties(config)
     check_colocation(config)
     check_reserved_arguments(config)
@@ -213,6 +214,17 @@ def check_dropout(config: PPOConfig) -> None:
         raise ConfigError(
             f"--ds.lora.dropout {lora.dropout} is drawn in the update alone, so that its probabilities would not be "
             "those that the samples were drawn with, and the first ratio not 1; leave it at 0 in train_ppo_ray."
+        )
+
+
+def check_adapters_sleep(config: PPOConfig) -> None:
+    """Raises ConfigError where frozen weights would not come back: on stage 3 DeepSpeed moves all parts of weights away
+    and returns those that are trained.
+    """
+    if config.ds.enable_sleep and config.ds.lora.rank > 0 and config.ds.zero_stage == 3:
+        raise ConfigError(
+            "--ds.enable_sleep does not go with --ds.lora.rank under --ds.zero_stage 3, where DeepSpeed brings back "
+            "trained weights alone; take stage 2, or leave --ds.enable_sleep out."
         )
 
 

@@ -59,6 +59,13 @@ def test_dropout_of_adapters_is_refused_in_rl_where_the_first_ratio_would_not_be
     assert sft(*LORA, "--ds.lora.dropout", "0.1").ds.lora.dropout == 0.1
 
 
+def test_frozen_weights_that_would_not_come_back_from_sleep_are_refused():
+    sleeping = [*LORA, "--ds.enable_sleep", "--train.colocate_all", "--vllm.num_engines", "1"]
+    with pytest.raises(ConfigError, match="--ds.enable_sleep does not go with --ds.lora.rank under --ds.zero_stage 3"):
+        rl(*sleeping, "--ds.zero_stage", "3")
+    rl(*sleeping, "--ds.zero_stage", "2")
+
+
 def test_an_actor_with_adapters_is_its_own_reference_and_flags_of_another_one_are_named():
     config = rl(*LORA, "--ref.num_gpus_per_node", "3", "--train.colocate_actor_ref")
     assert "ref" not in role_sizes(config) and colocated_roles(config) == [("actor",), ("engine",)]
