@@ -22,12 +22,24 @@ class StepResult:
     Attributes:
         grad_norm: global norm before clipping; NaN where the step was skipped for overflow.
         skipped: True where no weight moved (fp16 overflow). A skipped step moves no scheduler.
-        lr: the learning rate that this step used.
+        lr: the learning rate that this step used; under Muon, that of the matrices.
+        adam_lr: the learning rate of what AdamW moves beside Muon; None without Muon.
     """
 
     grad_norm: float
     skipped: bool
     lr: float
+    adam_lr: float | None = None
+
+    @property
+    def lowest_lr(self) -> float:
+        """The learning rate of the weights that moved least."""
+        return self.lr if self.adam_lr is None else min(self.lr, self.adam_lr)
+
+    def rate_metrics(self, role: str) -> dict[str, float]:
+        """Returns: ``<role>/lr`` and, under Muon, ``<role>/adam_lr``."""
+        rates = {f"{role}/lr": self.lr}
+        return rates if self.adam_lr is None else rates | {f"{role}/adam_lr": self.adam_lr}
 
 
 class Backend(Protocol):

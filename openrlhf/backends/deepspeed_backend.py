@@ -20,7 +20,8 @@ from openrlhf.backends.ds_config import KEEP_WHOLE, effective_stage, inference_c
 from openrlhf.backends.frozen import fingerprint
 from openrlhf.backends.movement import MovementWatch
 from openrlhf.backends.moving_average import MovingAverage
-from openrlhf.backends.optimizer import build_adamw, build_scheduler
+from openrlhf.backends.muon import rates_of
+from openrlhf.backends.optimizer import engine_with_optimizer
 from openrlhf.backends.residence import give_up, leave_accelerator, return_to
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
@@ -34,24 +35,6 @@ from openrlhf.models.value_head import HeadSpec, set_statistics
 
 class GradientError(ArithmeticError):
     """A gradient that is not finite, where no loss scale can have caused it."""
-
-
-def _with_optimizer(
-    model: Any, optimizer: OptimizerConfig, total_steps: int, device: torch.device, config: dict[str, Any]
-) -> tuple[Any, torch.optim.Optimizer]:
-    """Returns: the DeepSpeed engine of the model, and its AdamW."""
-    import deepspeed
-
-    adamw = build_adamw(model, optimizer.adam, device)
-    scheduler = build_scheduler(
-        adamw,
-        optimizer.lr_scheduler,
-        total_steps=total_steps,
-        warmup_ratio=optimizer.lr_warmup_ratio,
-        min_lr_ratio=optimizer.min_lr_ratio,
-    )
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw, lr_scheduler=scheduler, config=config)
-    return engine, adamw
 
 
 def _device(name: str) -> torch.device:
@@ -143,6 +126,7 @@ class DeepSpeedBackend(Answers):
             dtype=DTYPES[ds.param_dtype],
             attn_implementation=ds.attn_implementation,
             experts_implementation=ds.experts_implementation,
+            liger=ds.use_liger_kernel,
             device=where,
             trust_remote_code=trust_remote_code,
             gradient_checkpointing=gradient_checkpointing,
@@ -153,7 +137,7 @@ class DeepSpeedBackend(Answers):
             load_in_4bit=ds.load_in_4bit,
             seed=seed,
         )
-        engine, adamw = _with_optimizer(model, optimizer, total_steps, where, config)
+        engine, stepped = engine_with_optimizer(model, optimizer, total_steps, where, DTYPES[ds.param_dtype], config)
         backend = cls(
             engine,
             device=where,
@@ -167,7 +151,7 @@ class DeepSpeedBackend(Answers):
         if ds.torch_compile:
             compile_layers(backend.module)
         if stage == 0:
-            adamw.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
+            stepped.register_step_pre_hook(backend._clip_hook(optimizer.max_norm))
         return backend
 
     @classmethod
@@ -193,6 +177,7 @@ class DeepSpeedBackend(Answers):
             dtype=DTYPES[ds.param_dtype],
             attn_implementation=ds.attn_implementation,
             experts_implementation=ds.experts_implementation,
+            liger=ds.use_liger_kernel,
             device=where,
             trust_remote_code=trust_remote_code,
             zero3=config,
@@ -236,14 +221,14 @@ class DeepSpeedBackend(Answers):
         Raises:
             GradientError: the gradient is not finite, other than by an fp16 loss scale that was too high.
         """
-        lr = float(self._engine.optimizer.param_groups[0]["lr"])
+        rates = rates_of(self._engine.optimizer.param_groups)
         self._engine.step()
         skipped = not self._engine.was_step_applied()
         norm = self._plain_norm if self.stage == 0 else self._engine.get_global_grad_norm()
         norm = math.nan if skipped else float(norm)
         if not math.isfinite(norm) and not (skipped and self._fp16):
             raise GradientError(f"the gradient's norm is {norm} in optimizer step {self._engine.global_steps}")
-        self._last_step = StepResult(grad_norm=norm, skipped=skipped, lr=lr)
+        self._last_step = StepResult(grad_norm=norm, skipped=skipped, **rates)
         return self._last_step
 
     def _clip_hook(self, max_norm: float) -> Any:

@@ -30,13 +30,14 @@ def _zero_section(ds: Any, stage: int, device: torch.device, training: bool, kee
         "stage": stage,
         "reduce_bucket_size": BUCKET,
         "allgather_bucket_size": BUCKET,
-        # Only stage 2 can overlap with accumulation that is ours.
-        "overlap_comm": bool(ds.overlap_comm and stage == 2),
+        # Training on another stage has been refused; a model without gradients reduces none.
+        "overlap_comm": training and ds.overlap_comm,
         "offload_optimizer": offload if training and ds.adam_offload and stage else {"device": "none"},
     }
     if stage == 3:
         section |= {
-            "zero_hpz_partition_size": ds.zpg,
+            # The second copy of the weights saves gathering them between nodes in the backward: of no use without one.
+            "zero_hpz_partition_size": ds.zpg if training else 1,
             "memory_efficient_linear": False,
             "stage3_param_persistence_threshold": keep_whole,
             "stage3_prefetch_bucket_size": 50_000_000,
@@ -67,7 +68,6 @@ def training_config(ds: Any, max_norm: float, device: torch.device, *, keep_whol
         keep_whole: parameters with fewer elements than this are not sharded on stage 3.
     """
     stage = effective_stage(ds.zero_stage, ds.param_dtype)
-    accumulate = ds.grad_accum_dtype or "fp32"
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -81,7 +81,7 @@ def training_config(ds: Any, max_norm: float, device: torch.device, *, keep_whol
         "zero_optimization": _zero_section(ds, stage, device, training=True, keep_whole=keep_whole),
         # fp32 without ZeRO has no optimizer of DeepSpeed's that would tell the norm: clipped by us.
         "gradient_clipping": float(max_norm) if stage else 0.0,
-        "data_types": {"grad_accum_dtype": accumulate if ds.param_dtype != "fp32" else "fp32"},
+        "data_types": {"grad_accum_dtype": ds.grad_accum_dtype or "fp32"},
         **_precision_section(ds, device),
     }
 

@@ -73,14 +73,15 @@ class MovementWatch:
         Returns: a sentence that names weights which did not move, or, once, that there was no gradient at all; None at
             all other times.
         """
-        if self._answered or step.skipped or step.lr <= 0:
+        lr = step.lowest_lr
+        if self._answered or step.skipped or lr <= 0:
             return None
         if step.grad_norm == 0:
             # Nothing has to move then, so this step judges no weight.
             told, self._zero_told = self._zero_told, True
             return None if told else ZERO_GRADIENT
-        rising, self._last_lr = step.lr > self._last_lr, step.lr
-        if step.lr < SURE_LR and rising:
+        rising, self._last_lr = lr > self._last_lr, lr
+        if lr < SURE_LR and rising:
             return None
         self._answered = True
         names = self.unmoved()
@@ -88,7 +89,7 @@ class MovementWatch:
             return None
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         return (
-            f"{len(names)} of {len(self._start)} trainable weights have not moved, at a learning rate of {step.lr:g}: "
+            f"{len(names)} of {len(self._start)} trainable weights have not moved, at a learning rate of {lr:g}: "
             f"{', '.join(names[:NAMED])}{more}; no gradient reaches them (experts that no token was routed to, for "
             "instance), or the learning rate is too small for them"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
+from openrlhf.backends.muon import MuonWithAdamW, muon_parameters
 from openrlhf.config.errors import ConfigError
 
 # What a schedule calls its floor; all others have none and would not start with the argument.
@@ -35,15 +36,53 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
     return [group for group in groups if group["params"]]
 
 
-def build_adamw(model: nn.Module, adam: Any, device: torch.device) -> torch.optim.AdamW:
+def build_adamw(
+    model: nn.Module, adam: Any, device: torch.device, *, without: Collection[nn.Parameter] = ()
+) -> torch.optim.AdamW | None:
     """torch's AdamW: nothing has to be compiled for it.
 
     Args:
         adam: ``AdamConfig`` (lr, betas, eps, weight_decay).
+        device: of the model.
+        without: parameters that something else moves.
+
+    Returns: None where there is nothing left to move.
     """
-    groups = parameter_groups(model.named_parameters(), adam.weight_decay)
+    elsewhere = {id(parameter) for parameter in without}
+    named = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in elsewhere]
+    groups = parameter_groups(named, adam.weight_decay)
+    if not groups:
+        return None
     return torch.optim.AdamW(
         groups, lr=adam.lr, betas=tuple(adam.betas), eps=adam.eps, fused=True if device.type == "cuda" else None
+    )
+
+
+def build_optimizer(
+    model: nn.Module, settings: Any, device: torch.device, compute: torch.dtype
+) -> torch.optim.Optimizer:
+    """Builds the optimizer that ``--optim`` names.
+
+    Args:
+        settings: ``OptimizerConfig``.
+        device: of the model; where the optimizer's state stays in host memory, AdamW steps there all the same.
+        compute: number format of the model, and of Muon's Newton-Schulz iterations.
+
+    Raises: ConfigError where Muon has no matrix to move.
+    """
+    if settings.optim == "adam":
+        return build_adamw(model, settings.adam, device)
+    matrices = muon_parameters(model)
+    if not matrices:
+        raise ConfigError("--optim muon: the model has no trainable matrix in a hidden layer; take --optim adam")
+    return MuonWithAdamW(
+        matrices,
+        build_adamw(model, settings.adam, device, without=matrices),
+        muon=settings.muon,
+        weight_decay=settings.adam.weight_decay,
+        # float16 would overflow in the iterations.
+        compute=torch.float32 if compute == torch.float32 else torch.bfloat16,
+        device=device,
     )
 
 
@@ -74,3 +113,41 @@ def build_scheduler(
     return get_scheduler(
         name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps, scheduler_specific_kwargs=extra
     )
+
+
+def engine_with_optimizer(
+    model: Any,
+    settings: Any,
+    total_steps: int,
+    device: torch.device,
+    compute: torch.dtype,
+    config: dict[str, Any],
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Gives a model to DeepSpeed, with an optimizer and a schedule of its own; collective.
+
+    Args:
+        settings: ``OptimizerConfig``.
+        total_steps: optimizer steps of the whole run.
+        device, compute: as ``build_optimizer``.
+        config: DeepSpeed's.
+
+    Returns: the engine, and the optimizer that it steps.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    # Otherwise it warns of an optimizer that it has not been tested with.
+    if MuonWithAdamW not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(MuonWithAdamW)
+    optimizer = build_optimizer(model, settings, device, compute)
+    scheduler = build_scheduler(
+        optimizer,
+        settings.lr_scheduler,
+        total_steps=total_steps,
+        warmup_ratio=settings.lr_warmup_ratio,
+        min_lr_ratio=settings.min_lr_ratio,
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    if isinstance(optimizer, MuonWithAdamW):
+        optimizer.attach(engine)
+    return engine, optimizer

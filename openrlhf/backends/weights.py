@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from openrlhf.backends.checkpoints import EXPORT_CONFIGS, PARTIAL_EXPORT
 from openrlhf.backends.distributed import raise_if_any
+from openrlhf.backends.fragments import true_shape
 from openrlhf.backends.moving_average import MovingAverage
+from openrlhf.backends.shards import MAX_SHARD_BYTES, ShardWriter
 
 # Bytes of parameters that stand whole at one time while a sharded model is read.
 GATHER_BYTES = 512 * 1024**2
@@ -50,68 +53,88 @@ def gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
 
 
 def full_parameters(
-    module: Any, *, sharded: bool, bucket_bytes: int = GATHER_BYTES
+    module: Any, *, sharded: bool, bucket_bytes: int = GATHER_BYTES, average: MovingAverage | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields: the names and layouts of a saved HF model, with whole tensors.
 
     A weight that two modules share comes once, under its first name. The tensors are the live weights, or gathered ones
-    that stay whole for as long as the caller holds them: hold few. Collective where ``sharded``.
+    that stay whole for as long as the caller holds them: hold few. Collective where ``sharded`` or with an ``average``.
+
+    Args:
+        average: takes the place of the trainable weights.
     """
+    averages = iter(()) if average is None else average.whole(next(module.parameters()).device)
     for bucket in _buckets(list(module.named_parameters()), bucket_bytes):
-        with gathered([parameter for _, parameter in bucket], sharded):
-            tensors = {name: parameter.detach() for name, parameter in bucket}
+        live = [parameter for _, parameter in bucket if average is None or not parameter.requires_grad]
+        with gathered(live, sharded):
+            tensors = {
+                name: parameter.detach()
+                if average is None or not parameter.requires_grad
+                else next(averages)[1].to(parameter.dtype)
+                for name, parameter in bucket
+            }
             # transformers lays some weights (experts) out in another way than files and engines do.
             yield from revert_weight_conversion(module, tensors).items()
 
 
-def _state_on_rank_0(module: Any, sharded: bool, average: MovingAverage | None) -> dict[str, torch.Tensor] | None:
-    """What rank 0 has to write: its own tensors, or copies in host memory where no rank has them whole."""
-    if not sharded and average is None:
-        return module.state_dict() if dist.get_rank() == 0 else None
-    state: dict[str, torch.Tensor] = {}
-    for bucket in _buckets(list(module.named_parameters()), GATHER_BYTES):
-        with gathered([parameter for _, parameter in bucket], sharded):
-            if dist.get_rank() == 0:
-                state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
-    if average is not None:
-        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        device = next(module.parameters()).device
-        for name, tensor in average.whole(device):
-            if dist.get_rank() == 0:
-                state[name] = tensor.to("cpu", dtypes[name])
-    if dist.get_rank() != 0:
-        return None
+def _saved_tensors(module: Any, *, sharded: bool, average: MovingAverage | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields: all that a file of the model holds, buffers too. Collective: consume all."""
     persistent = set(module.state_dict().keys())
-    return state | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+    ignored = set(module._keys_to_ignore_on_save or ())
+    for name, tensor in chain(full_parameters(module, sharded=sharded, average=average), buffers):
+        if name not in ignored:
+            yield name, tensor
 
 
-def write_hf_folder(module: Any, folder: Path, *, sharded: bool, average: MovingAverage | None = None) -> None:
-    """Rank 0 writes config, generation config and safetensors files; collective.
+def write_hf_folder(
+    module: Any,
+    folder: Path,
+    *,
+    sharded: bool,
+    average: MovingAverage | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Rank 0 writes config, generation config and safetensors files as the weights come in; collective.
 
     They are written inside ``folder`` first and moved when all are there: the folder may be a mount point, and beside
-    it nothing may be writable.
+    it nothing may be writable. Beside the model, rank 0 holds one file's worth of weights and one bucket of them.
 
     Args:
         average: takes the place of the trainable weights.
+        max_shard_bytes: of one file.
 
     Raises:
         RankError: it could not be written, on all ranks; the files that were there before still stand.
     """
-    state = _state_on_rank_0(module, sharded, average)
+    existed = os.path.exists(folder)
+    partial = folder / PARTIAL_EXPORT
+    writer = ShardWriter(partial, max_shard_bytes) if dist.get_rank() == 0 else None
     problem: Exception | None = None
-    if state is not None:
-        existed = os.path.exists(folder)
-        partial = folder / PARTIAL_EXPORT
+
+    def attempt(write: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Nothing may raise before the last tensor: other ranks wait in the collectives that bring it."""
+        nonlocal problem
+        if problem is not None:
+            return
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            module.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
-            replace_files(partial, folder)
+            write(*args, **options)
         except Exception as error:  # safetensors and torch each raise a type of their own for a full disk
             problem = error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            if problem is not None and not existed:
-                shutil.rmtree(folder, ignore_errors=True)
+
+    if writer is not None:
+        attempt(shutil.rmtree, partial, ignore_errors=True)
+        # Everything but weights.
+        attempt(module.save_pretrained, partial, state_dict={})
+    for name, tensor in _saved_tensors(module, sharded=sharded, average=average):
+        if writer is not None:
+            attempt(writer.add, name, tensor)
+    if writer is not None:
+        attempt(writer.finish, sum(true_shape(parameter).numel() for parameter in module.parameters()))
+        attempt(replace_files, partial, folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        if problem is not None and not existed:
+            shutil.rmtree(folder, ignore_errors=True)
     raise_if_any(f"saving the model to {folder}", problem)
 
 

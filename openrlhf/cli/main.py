@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 import openrlhf
-from openrlhf.config import unbuilt
 
 COMMANDS = {
     "quickstart": "make a small model and teach it to add, in minutes on a CPU",
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """Returns: the list of commands."""
-    rows = [f"  {name:<15}{what}{' (not built yet)' * (name in unbuilt.COMMANDS)}" for name, what in COMMANDS.items()]
+    rows = [f"  {name:<15}{what}" for name, what in COMMANDS.items()]
     head = "usage: openrlhf COMMAND [flags]        openrlhf COMMAND --help lists the flags"
     return "\n".join([head, "", *rows])
 

@@ -4,7 +4,7 @@ from openrlhf.config.algo import AdvantageConfig, AlgoConfig, KLConfig
 from openrlhf.config.checks import check, resolve
 from openrlhf.config.checks_serve import check_serve_device
 from openrlhf.config.checks_system import check_device, detect_device, device_notes, known_device, settle_device
-from openrlhf.config.ckpt import CkptConfig, LoggerConfig, PPOCkptConfig, WandbConfig
+from openrlhf.config.ckpt import CkptConfig, LoggerConfig, MlflowConfig, PPOCkptConfig, WandbConfig
 from openrlhf.config.commands import (
     COMMANDS,
     Config,
@@ -73,6 +73,7 @@ __all__ = [
     "LoggerConfig",
     "LoraCombinerConfig",
     "LoraConfig",
+    "MlflowConfig",
     "ModelConfig",
     "MuonConfig",
     "OptimizerConfig",

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from openrlhf.config.algo import default_aggregation
+from openrlhf.config.checks_combiner import check_combiner
 from openrlhf.config.checks_data import check_data
 from openrlhf.config.checks_rl import check_rl
 from openrlhf.config.checks_serve import check_serve
@@ -14,7 +15,15 @@ from openrlhf.config.checks_system import check_system
 from openrlhf.config.checks_training import check_training
 from openrlhf.config.checks_values import check_values
 from openrlhf.config.ckpt import CkptConfig
-from openrlhf.config.commands import Config, DPOConfig, PPOConfig, ServeRMConfig, TrainingConfig, command_of
+from openrlhf.config.commands import (
+    Config,
+    DPOConfig,
+    LoraCombinerConfig,
+    PPOConfig,
+    ServeRMConfig,
+    TrainingConfig,
+    command_of,
+)
 from openrlhf.config.flags_yaml import CONFIG_FILE
 from openrlhf.config.unbuilt import check_unbuilt
 
@@ -23,6 +32,8 @@ def check(config: Config) -> None:
     """Raises ConfigError for the first thing in a config that cannot be run, be it missing, wrong or not built yet."""
     check_values(config)
     check_unbuilt(config)
+    if isinstance(config, LoraCombinerConfig):
+        check_combiner(config)
     if isinstance(config, TrainingConfig):
         check_training(config)
         check_data(config)

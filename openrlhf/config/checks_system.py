@@ -15,7 +15,7 @@ from openrlhf.config.commands import Config, PPOConfig, TrainingConfig
 from openrlhf.config.engine_arguments import check_engine_arguments
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
-from openrlhf.config.kernels import check_experts, check_installed, check_runs
+from openrlhf.config.kernels import check_experts, check_installed, check_liger, check_liger_device, check_runs
 from openrlhf.config.versions import REQUIRED, REQUIRED_FOR_RL, check_versions
 
 VLLM_MINIMUM = "0.25.1"
@@ -30,6 +30,8 @@ NO_EFFECT_ON_CPU = (
     "vllm.enforce_eager",
     "ref.offload",
     "reward.offload",
+    "ds.adam_offload",
+    "ds.overlap_comm",
 )
 
 
@@ -84,6 +86,7 @@ def check_system(config: TrainingConfig) -> None:
     """Raises ConfigError for missing files and packages."""
     check_paths(config)
     check_installed(config.ds.attn_implementation)
+    check_liger(config.ds.use_liger_kernel)
     check_versions(REQUIRED)
     if config.ds.load_in_4bit and find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -95,8 +98,27 @@ def check_system(config: TrainingConfig) -> None:
         check_engine_arguments(config.vllm.extra)
     if config.logger.wandb.key is not None and find_spec("wandb") is None:
         raise ConfigError("--logger.wandb.key needs the package wandb; pip install wandb, or leave the flag out.")
+    check_mlflow(config.logger.mlflow.tracking_uri)
     if config.logger.tensorboard_dir is not None and find_spec("tensorboard") is None:
         raise ConfigError("--logger.tensorboard_dir needs the package tensorboard; pip install tensorboard.")
+
+
+def check_mlflow(uri: str | None) -> None:
+    """Raises ConfigError where MLflow is not installed, or where its address holds what nobody should read."""
+    if uri is None:
+        return
+    if not uri.strip():
+        raise ConfigError("--logger.mlflow.tracking_uri is empty; give http://host:5000 or a folder, or leave it out.")
+    if "@" in uri.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            "--logger.mlflow.tracking_uri holds a user name or a password, which would stand in config.yaml; set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment instead."
+        )
+    if find_spec("mlflow") is None:
+        raise ConfigError(
+            "--logger.mlflow.tracking_uri needs the package mlflow-skinny; pip install 'openrlhf[mlflow]', or leave "
+            "the flag out."
+        )
 
 
 def check_vllm(installed: str | None = None) -> None:
@@ -197,7 +219,8 @@ def check_whole_model(flag: str, folder: Path) -> None:
         base = None
     raise ConfigError(
         f"--{flag} {folder} holds an adapter (adapter_config.json) of {base or 'another model'}, not a whole model; "
-        "merge it into that one first (merge_and_unload() of the package peft), and give the merged folder."
+        f"merge it into that one first (openrlhf lora_combiner --lora_path {folder} --output_path ...), and give the "
+        "merged folder."
     )
 
 
@@ -256,6 +279,7 @@ def check_device(config: TrainingConfig, device: str) -> None:
         check_engine_device(device)
     check_runs(ds.attn_implementation, device=device, half=ds.param_dtype != "fp32")
     check_experts(ds.experts_implementation, device=device, param_dtype=ds.param_dtype)
+    check_liger_device(ds.use_liger_kernel, device=device)
     if device == "cuda":
         check_batch_invariance(config)
         check_shared_memory(config)
@@ -290,8 +314,9 @@ def check_shared_memory(config: TrainingConfig) -> None:
 
 def device_notes(config: Config, device: str) -> list[str]:
     """Returns: what the device makes of flags that are about GPUs."""
-    if not isinstance(config, PPOConfig):
+    if not isinstance(config, TrainingConfig):
         return []
     flags = flags_of(type(config))
-    idle = [f"--{name}" for name in NO_EFFECT_ON_CPU if flags[name].value(config) != flags[name].default]
+    named = [flags[name] for name in NO_EFFECT_ON_CPU if name in flags]
+    idle = [f"--{flag.name}" for flag in named if flag.value(config) != flag.default]
     return [f"no effect on the CPU: {', '.join(idle)}."] if idle and device == "cpu" else []

@@ -58,6 +58,11 @@ def check_preference_loss(config: DPOConfig) -> None:
             f"--model.label_smoothing {model.label_smoothing} does not exist for the loss {model.loss}; leave it out, "
             f"or take one of {', '.join(SMOOTHED_LOSSES)}."
         )
+    if model.has_reference and config.ref.precompute and config.data.streaming:
+        raise ConfigError(
+            "--ref.precompute asks the reference about all pairs before training, and --data.streaming reads none of "
+            "them before its turn; keep one."
+        )
     if model.loss == "kto" and config.ref.precompute:
         raise ConfigError(
             "--ref.precompute does not go with --model.loss_type kto, which asks the reference about responses after "
@@ -109,14 +114,54 @@ def check_sharding(config: TrainingConfig) -> None:
             f"--train.batch_size {config.train.batch_size} is smaller than the {replicas} ranks from {source}, so that "
             "some would never have a sample; raise it or take fewer ranks."
         )
-    if ds.zpg > 1 and ds.zero_stage != 3:
-        raise ConfigError(f"--ds.zpg {ds.zpg} shards weights, which needs --ds.zero_stage 3, found {ds.zero_stage}.")
+    check_second_shard_group(config)
+    check_gradients(ds)
     check_adapters(ds)
     if ds.ring_attn_size > 1 and not ds.packing_samples:
         raise ConfigError("--ds.ring_attn_size works on packed rows; leave out --ds.no_packing_samples.")
     check_compile(ds)
     if ds.use_universal_ckpt and not config.ckpt.load_enable:
         raise ConfigError("--ds.use_universal_ckpt is about resuming; add --ckpt.load_enable.")
+    for prefix, optimizer in optimizers(config):
+        if ds.use_universal_ckpt and optimizer.optim == "muon":
+            raise ConfigError(
+                f"--ds.use_universal_ckpt does not go with --{prefix}optim muon: DeepSpeed converts the state of Adam "
+                "alone; resume on the number of ranks that wrote the checkpoint, or start from an exported model."
+            )
+
+
+def check_second_shard_group(config: TrainingConfig) -> None:
+    """Raises ConfigError where --ds.zpg has no weights to shard, or ranks are left over."""
+    ds = config.ds
+    if ds.zpg == 1:
+        return
+    if ds.zero_stage != 3:
+        raise ConfigError(f"--ds.zpg {ds.zpg} shards weights, which needs --ds.zero_stage 3, found {ds.zero_stage}.")
+    models = [training_ranks(config)]
+    if isinstance(config, PPOConfig) and config.has_critic:
+        models.append((config.critic.world_size, "--critic.num_nodes x --critic.num_gpus_per_node"))
+    for ranks, source in models:
+        if ranks % ds.zpg:
+            raise ConfigError(
+                f"--ds.zpg {ds.zpg} does not divide the {ranks} ranks from {source}; take the ranks of one node."
+            )
+
+
+def check_gradients(ds: DeepSpeedConfig) -> None:
+    """Raises ConfigError where gradients cannot be added up or reduced as it is asked for."""
+    accumulate = ds.grad_accum_dtype
+    if accumulate not in (None, "fp32", "bf16"):
+        raise ConfigError(f"--ds.grad_accum_dtype must be fp32 or bf16, found {accumulate!r}.")
+    if accumulate == "bf16" and ds.param_dtype != "bf16":
+        raise ConfigError(
+            f"--ds.grad_accum_dtype bf16 would round the gradients of {ds.param_dtype} weights; leave it out, or take "
+            "--ds.param_dtype bf16."
+        )
+    if ds.overlap_comm and ds.zero_stage != 2:
+        raise ConfigError(
+            f"--ds.overlap_comm works with --ds.zero_stage 2 alone, found {ds.zero_stage}: elsewhere DeepSpeed would "
+            "have to know the last backward of a step beforehand; leave the flag out."
+        )
 
 
 def check_adapters(ds: DeepSpeedConfig) -> None:
@@ -140,9 +185,12 @@ def check_adapters(ds: DeepSpeedConfig) -> None:
 
 
 def check_compile(ds: DeepSpeedConfig) -> None:
-    """Raises ConfigError where compiled layers do not go with how the model is sharded or compiled otherwise."""
-    if ds.torch_compile and ds.deepcompile:
-        raise ConfigError("--ds.torch_compile and --ds.deepcompile both compile the model; leave one of them out.")
+    """Raises ConfigError where compiled layers do not go with how the model is sharded, and for DeepCompile."""
+    if ds.deepcompile:
+        raise ConfigError(
+            "--ds.deepcompile has DeepSpeed count the micro-batches of a step, and here a step ends when its loss is "
+            "whole (managed_gradient_accumulation is off); take --ds.torch_compile on stages 0 to 2, or leave it out."
+        )
     if ds.torch_compile and ds.zero_stage == 3:
         raise ConfigError(
             "--ds.torch_compile does not go with --ds.zero_stage 3, which gathers weights inside of each layer; take "

@@ -63,6 +63,19 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class MlflowConfig:
+    """MLflow; off while the address is unset."""
+
+    tracking_uri: str | None = None
+    """Where MLflow keeps runs: http://host:5000, or a folder; user name and password come from its own variables
+    (MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN)."""
+    experiment: str = "openrlhf"
+    """Experiment of the run."""
+    run_name: str | None = None
+    """Name of the run; unset takes that of --logger.wandb.run_name."""
+
+
+@dataclass(frozen=True)
 class LoggerConfig:
     """Metrics, beside metrics.jsonl which is always written."""
 
@@ -73,6 +86,7 @@ class LoggerConfig:
     profile_steps: str | None = None
     """Steps to trace with torch.profiler: 4, or 3:5 for the third to the fifth; unset traces none."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
 
     @property
     def profiled(self) -> tuple[int, int] | None:
@@ -90,5 +104,5 @@ class LoggerConfig:
 
 
 def logger_of(project: str) -> LoggerConfig:
-    """Returns: the default logger with a W&B project of the command's own."""
-    return LoggerConfig(wandb=WandbConfig(project=project))
+    """Returns: the default logger with a W&B project and an MLflow experiment of the command's own."""
+    return LoggerConfig(wandb=WandbConfig(project=project), mlflow=MlflowConfig(experiment=project))

@@ -151,13 +151,13 @@ class LoraCombinerConfig(BaseConfig):
     """Merge a LoRA adapter into its base model."""
 
     model_path: str | None = None
-    """Folder or hub name of the base model."""
+    """Folder or hub name of the base model; unset takes the one that the adapter names."""
     lora_path: str | None = None
-    """Folder of the adapter."""
+    """Folder of the LoRA adapter."""
     output_path: str | None = None
-    """Folder that the merged model is written to."""
+    """Folder that the merged model is written to; new or empty."""
     is_rm: bool = False
-    """The base model is a reward model with a scalar head."""
+    """The adapter is that of a reward model: the merged model has a scalar head."""
     ds: PrecisionConfig = field(default_factory=PrecisionConfig)
 
 

@@ -24,7 +24,8 @@ class CorpusConfig(TokenizerConfig):
     apply_chat_template: bool = False
     """Render conversations with the tokenizer's chat template."""
     dataloader_num_workers: int = 0
-    """Processes that prepare rows ahead of training; 0 prepares them in the training process."""
+    """Processes in which each rank tokenises rows (at the start; under --data.streaming the next steps' ahead) and RL
+    checks prompts; 0 takes no others."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class SupervisedDataConfig(CorpusConfig):
     """Split of data sets that name none."""
     max_samples: int = 1_000_000
     """Rows to use at most."""
+    streaming: bool = False
+    """Tokenise rows when their turn comes instead of all at the start, so that no more of them than a step needs are
+    held in memory."""
     tokenizer_chat_template: str | None = None
     """Jinja chat template that replaces the tokenizer's own."""
 

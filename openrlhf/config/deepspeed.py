@@ -54,17 +54,18 @@ class DeepSpeedConfig(LoadingConfig):
     zero_stage: int = 2
     """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 weights too."""
     zpg: int = 1
-    """Size of the secondary shard group of ZeRO++ (ranks of one node); 1 turns it off."""
+    """Size of the secondary shard group of ZeRO++ (ranks of one node) on stage 3; 1 turns it off."""
     adam_offload: bool = False
     """Keep optimizer states in host memory and step there."""
     use_liger_kernel: bool = False
-    """Patch the model with Liger's fused kernels."""
+    """Liger's fused kernels for norms, rotary embeddings and MLPs, on GPUs; needs the package liger-kernel."""
     grad_accum_dtype: str | None = None
-    """Number format in which gradients of micro-batches are added up; unset means fp32."""
+    """Number format in which gradients of micro-batches are added up: fp32, as unset, or bf16 for bf16 weights."""
     overlap_comm: bool = False
-    """Overlap gradient reduction with the backward pass."""
+    """Reduce gradients while the backward pass goes on; on ZeRO stage 2 alone."""
     deepcompile: bool = False
-    """Compile the model with DeepSpeed's graph passes."""
+    """Compile with DeepSpeed's graph passes: refused, since they do not go with gradients whose steps we count; take
+    --ds.torch_compile."""
     torch_compile: bool = False
     """Compile the decoder layers with torch.compile; takes a minute at the first step."""
     tensor_parallel_size: int = 1

@@ -63,3 +63,15 @@ def check_experts(kernel: str | None, *, device: str, param_dtype: str) -> None:
             f"--ds.experts_implementation deepgemm computes on GPUs in bf16 alone, and the run is on {device} in "
             f"{param_dtype}; leave the flag out."
         )
+
+
+def check_liger(wanted: bool) -> None:
+    """Raises ConfigError where Liger's kernels are asked for and not installed."""
+    if wanted and find_spec("liger_kernel") is None:
+        raise ConfigError("--ds.use_liger_kernel needs the package liger-kernel; pip install 'openrlhf[liger]'.")
+
+
+def check_liger_device(wanted: bool, *, device: str) -> None:
+    """Raises ConfigError where Liger's kernels cannot run. Args: device: "cuda" or "cpu"."""
+    if wanted and device == "cpu":
+        raise ConfigError("--ds.use_liger_kernel needs a GPU, and the device is the CPU; leave the flag out.")

@@ -64,6 +64,11 @@ REWARD_MODEL = (
     ),
 )
 EVERY = (
+    Dependent(
+        ("ds.adam_offload",),
+        lambda c: c.ds.zero_stage > 0 or c.ds.param_dtype != "fp32",
+        "under --ds.zero_stage 0 in fp32",
+    ),
     Dependent(("ds.lora.*",), lambda c: c.ds.lora.rank > 0, "without --ds.lora.rank"),
     Dependent(("ds.ring_attn_head_stride",), lambda c: c.ds.ring_attn_size > 1, "without --ds.ring_attn_size"),
     Dependent(("eval.*",), lambda c: c.eval.dataset is not None, "without --eval.dataset"),
@@ -77,6 +82,11 @@ EVERY = (
         ("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
         lambda c: c.logger.wandb.key is not None,
         "without --logger.wandb.key",
+    ),
+    Dependent(
+        ("logger.mlflow.*",),
+        lambda c: c.logger.mlflow.tracking_uri is not None,
+        "without --logger.mlflow.tracking_uri",
     ),
 )
 DPO = (
@@ -152,11 +162,6 @@ RL = (
         lambda c: c.ds.zero_stage < 3,
         "under --ds.zero_stage 3, where each GPU holds only its part of these models",
     ),
-    Dependent(
-        ("ds.adam_offload",),
-        lambda c: c.ds.zero_stage > 0 or c.ds.param_dtype != "fp32",
-        "under --ds.zero_stage 0 in fp32",
-    ),
     Dependent(("ckpt.best_metric_key",), lambda c: c.eval.dataset is not None, "without --eval.dataset"),
     Dependent(("algo.kl.horizon",), lambda c: c.algo.kl.target is not None, "without --algo.kl.target"),
     Dependent(
@@ -198,6 +203,11 @@ RL = (
     ),
     Dependent(("actor.eps_clip",), lambda c: c.actor.eps_clip_low_high is None, "beside --actor.eps_clip_low_high"),
     Dependent(("actor.muon.*",), lambda c: c.actor.optimizer.optim == "muon", "without --actor.optim muon"),
+    Dependent(
+        ("critic.muon.*",),
+        lambda c: c.critic.optimizer.optim == "muon" or c.algo.advantage.estimator != "gae",
+        "without --critic.optim muon",
+    ),
     Dependent(
         ("actor.gradient_checkpointing_reentrant",),
         lambda c: c.actor.gradient_checkpointing_enable,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class AdamConfig:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Muon for the matrices; embeddings, heads and vectors stay with AdamW."""
+    """Muon for the matrices of hidden layers; embeddings, heads and vectors stay with AdamW, whose weight decay both
+    share."""
 
     lr: float = 0.02
     """Peak learning rate of the matrices."""
@@ -39,7 +40,7 @@ class OptimizerConfig:
     """The optimizer of one trained model."""
 
     optim: Literal["adam", "muon"] = "adam"
-    """Which optimizer moves the weights."""
+    """Which optimizer moves the weights; muon takes the matrices of hidden layers, and AdamW all else."""
     lr_scheduler: str = "cosine_with_min_lr"
     """Name of the learning-rate schedule, as transformers knows it (constant, linear, cosine, ...)."""
     lr_warmup_ratio: float = 0.03
@@ -50,6 +51,23 @@ class OptimizerConfig:
     """Global gradient norm above which gradients are scaled down; 0 turns the clip off."""
     adam: AdamConfig = field(default_factory=AdamConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
+
+    def fixed(self, prefix: str) -> dict[str, Any]:
+        """Returns: by flag, what a resumed run must share with the one that it goes on from.
+
+        Args:
+            prefix: stands before the names of the flags: ``actor.``, or nothing.
+        """
+        values: dict[str, Any] = {
+            "optim": self.optim,
+            "lr_scheduler": self.lr_scheduler,
+            "lr_warmup_ratio": self.lr_warmup_ratio,
+            "min_lr_ratio": self.min_lr_ratio,
+        }
+        values |= {f"adam.{name}": value for name, value in asdict(self.adam).items()}
+        if self.optim == "muon":
+            values |= {f"muon.{name}": value for name, value in asdict(self.muon).items()}
+        return {f"--{prefix}{name}": value for name, value in values.items()}
 
 
 def adamw(lr: float) -> OptimizerConfig:

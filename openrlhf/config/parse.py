@@ -14,7 +14,6 @@ from openrlhf.config.commands import COMMANDS, Config
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import Flag, flags_of
 from openrlhf.config.settings import Setting, from_words, from_yaml
-from openrlhf.config.unbuilt import COMMANDS as UNBUILT_COMMANDS
 from openrlhf.config.unbuilt import unbuilt_flags
 
 _HELP_WIDTH = 100
@@ -43,7 +42,8 @@ def parse(command: str, argv: Sequence[str], note: Callable[[str], None] = print
         try:
             return _tyro(command, ["--help"])
         finally:
-            print(_unbuilt_line(command))
+            if line := _unbuilt_line(command):
+                print(line)
     flags = flags_of(tree)
     given = from_words(argv, flags)
     files = [setting for setting in given if setting.name == "config"]
@@ -62,10 +62,10 @@ def _tyro(command: str, words: list[str]) -> Config:
 
 
 def _unbuilt_line(command: str) -> str:
-    """What the help lists and a run would refuse."""
-    if command in UNBUILT_COMMANDS:
-        return "This command is not built yet: its flags are read, and it is then refused."
+    """What the help lists and a run would refuse; empty where it would refuse nothing."""
     names = " ".join(f"--{name}" for name in unbuilt_flags(COMMANDS[command]))
+    if not names:
+        return ""
     return textwrap.fill(
         f"Not built yet, and refused but for their defaults: {names}",
         _HELP_WIDTH,

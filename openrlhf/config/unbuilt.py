@@ -1,31 +1,18 @@
-"""Flags and commands that are understood but whose feature does not exist yet, so that none is accepted and ignored.
+"""Flags that are understood but whose feature does not exist yet, so that none is accepted and ignored.
 
-A feature that gets built takes its line out of these tables, and nothing else changes here.
+A feature that gets built takes its line out of this table, and nothing else changes here.
 """
 
 from __future__ import annotations
 
-from openrlhf.config.commands import Config, command_of
+from openrlhf.config.commands import Config
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 
-COMMANDS = {
-    "lora_combiner": "merging LoRA adapters",
-}
-
 # flag -> feature, for every command that has the flag; refused unless it stands at its default.
 FLAGS = {
-    "optim": "the Muon optimizer",
-    "actor.optim": "the Muon optimizer",
-    "critic.optim": "the Muon optimizer",
     "use_ms": "ModelScope",
-    "data.dataloader_num_workers": "preparing rows in other processes",
     "data.max_images_per_prompt": "training on images",
-    "ds.zpg": "ZeRO++ sharding",
-    "ds.use_liger_kernel": "Liger kernels",
-    "ds.grad_accum_dtype": "a gradient accumulation type of its own",
-    "ds.overlap_comm": "overlapped gradient reduction",
-    "ds.deepcompile": "DeepCompile",
     "ds.tensor_parallel_size": "tensor parallel training",
     "ds.ring_attn_size": "ring attention",
     "model.aux_loss_coef": "the router balancing loss",
@@ -45,11 +32,6 @@ def unbuilt_flags(tree: type) -> list[str]:
 
 def check_unbuilt(config: Config) -> None:
     """Raises ConfigError for the first flag that asks for a feature which does not exist yet."""
-    command = command_of(config)
-    if command in COMMANDS:
-        raise ConfigError(
-            f"The command {command} is not built yet: its flags are read, but {COMMANDS[command]} does not exist."
-        )
     _check_off(config, FLAGS)
 
 

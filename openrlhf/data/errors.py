@@ -34,5 +34,9 @@ class DataError(ValueError):
         return _rebuild, (self.problem, self.source, self.row, self.columns)
 
 
+class NothingLeft(DataError):
+    """Each row is as the settings say, and in none is anything to learn."""
+
+
 def _rebuild(problem: str, source: str | None, row: int | None, columns: list[str] | None) -> DataError:
     return DataError(problem, source=source, row=row, columns=columns)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from tqdm import tqdm
 
 from openrlhf.config.checks_data import check_pair_columns, check_slots
 from openrlhf.config.errors import ConfigError
-from openrlhf.data.errors import DataError
+from openrlhf.data.errors import DataError, NothingLeft
+from openrlhf.data.parallel import prepared
 from openrlhf.data.responses import append_eos, encode_conversation, encode_response, text_of, without_end
 from openrlhf.data.rows import Rows, nothing_in, required_field, row_error
 from openrlhf.data.spans import turn_end
@@ -239,6 +241,14 @@ def margin_of(row: Row) -> float:
     return number
 
 
+def _encode_compactly(
+    tokenizer: Any, form: PreferenceFormat, row: Row
+) -> tuple[list[tuple[array, bytes]], float, tuple[str, int]]:
+    """A pair as it travels between processes: ids and marks of both rows, the margin, and the row's place."""
+    pair = [(array("i", ids), bytes(mask)) for ids, mask in encode_pair(tokenizer, row, form)]
+    return pair, margin_of(row) if form.margin else 0.0, (row["__source__"], row["__row__"])
+
+
 class PreferenceDataset:
     """Pairs tokenised once, at the start, and kept as flat arrays (5 bytes a token).
 
@@ -249,7 +259,14 @@ class PreferenceDataset:
     """
 
     def __init__(
-        self, rows: Rows, tokenizer: Any, form: PreferenceFormat, *, max_len: int, progress: bool = False
+        self,
+        rows: Rows,
+        tokenizer: Any,
+        form: PreferenceFormat,
+        *,
+        max_len: int,
+        progress: bool = False,
+        workers: int = 0,
     ) -> None:
         """Tokenises all rows.
 
@@ -257,6 +274,7 @@ class PreferenceDataset:
             rows: what ``sources.load_dataset_mix`` returned.
             max_len: tokens that each row of a pair may have; what goes beyond is cut off.
             progress: show a progress bar, if there is a terminal.
+            workers: processes that tokenise; 0 does it in this one.
 
         Raises:
             ConfigError: the settings cannot be used.
@@ -270,9 +288,9 @@ class PreferenceDataset:
         self.truncated = self.dropped = self.equal = 0
         tokens, masks, ends = array("i"), bytearray(), array("q", [0])
         margins, places = array("d"), []
-        for row in tqdm(rows, total=len(rows), desc="tokenising", disable=None if progress else True, leave=False):
-            pair = encode_pair(tokenizer, row, form)
-            margin = margin_of(row) if form.margin else 0.0
+        encoded = prepared(rows, partial(_encode_compactly, tokenizer, form), workers)
+        bar = tqdm(encoded, "tokenising", len(rows), disable=None if progress else True, leave=False)
+        for pair, margin, place in bar:
             self.truncated += max(len(ids) for ids, _ in pair) > max_len
             pair = [(ids[:max_len], mask[:max_len]) for ids, mask in pair]
             if not self._keeps(pair):
@@ -282,20 +300,20 @@ class PreferenceDataset:
                 masks.extend(mask)
                 ends.append(len(tokens))
             margins.append(margin)
-            places.append((row["__source__"], row["__row__"]))
+            places.append(place)
         self._tokens = np.asarray(tokens, dtype=np.int32)
         self._masks = np.frombuffer(masks, dtype=np.bool_) if len(masks) else np.zeros(0, dtype=np.bool_)
         self._ends = np.asarray(ends, dtype=np.int64)
         self._margins = margins
         self._places = places
         if not len(self):
-            raise DataError(
+            raise NothingLeft(
                 f"none of the {len(rows)} pairs can be used: in {self.dropped} nothing of a response lies within "
                 f"--data.max_len {max_len}, in {self.equal} chosen and rejected are the same",
                 source=rows.locate(0)[0],
             )
 
-    def _keeps(self, pair: Sequence[Encoded]) -> bool:
+    def _keeps(self, pair: Sequence[tuple[array, bytes]]) -> bool:
         """Returns: whether something can be learned from a pair; what cannot is counted."""
         (chosen, chosen_mask), (rejected, rejected_mask) = pair
         if True not in chosen_mask or True not in rejected_mask:
@@ -308,6 +326,11 @@ class PreferenceDataset:
 
     def __len__(self) -> int:
         return len(self._margins)
+
+    @property
+    def left_out(self) -> int:
+        """Pairs that were given and are not in the data set."""
+        return self.dropped + self.equal
 
     def __getitem__(self, index: int) -> PreferenceRecord:
         """Raises: IndexError past the end."""

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from openrlhf.config.checks_data import check_slots
 from openrlhf.data.errors import DataError
+from openrlhf.data.parallel import prepared
 from openrlhf.data.rows import Rows, required_field, row_error
 from openrlhf.data.tables import Row
 from openrlhf.data.templates import render_prompt, require_chat_template
@@ -53,6 +54,7 @@ class PromptDataset:
         apply_chat_template: bool = False,
         image_key: str | None = None,
         progress: bool = False,
+        workers: int = 0,
     ) -> None:
         """Checks all rows.
 
@@ -60,6 +62,7 @@ class PromptDataset:
             rows: what ``sources.load_dataset_mix`` returned.
             image_key: column of images; None ignores images.
             progress: show a progress bar, if there is a terminal.
+            workers: processes that check; 0 does it in this one.
 
         Raises:
             ConfigError: the template cannot be used.
@@ -76,24 +79,25 @@ class PromptDataset:
         self.input_template = input_template
         self.apply_chat_template = apply_chat_template
         self.image_key = image_key
-        for index in tqdm(range(len(rows)), desc="checking prompts", disable=None if progress else True, leave=False):
-            self._record(index, check_only=True)
+        checked = prepared(rows, self._check, workers)
+        for _ in tqdm(checked, "checking prompts", len(rows), disable=None if progress else True, leave=False):
+            pass
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> PromptRecord:
         """Raises: IndexError past the end."""
-        return self._record(index)
+        row = self.rows[index]
+        return self._record(row, None if self.image_key is None else row.get(self.image_key))
 
     def __iter__(self) -> Iterator[PromptRecord]:
         return (self[index] for index in range(len(self)))
 
-    def _record(self, index: int, check_only: bool = False) -> PromptRecord:
-        row = self.rows[index]
-        images = None
-        if self.image_key is not None and not check_only:
-            images = row.get(self.image_key)
+    def _check(self, row: Row) -> None:
+        self._record(row, images=None)
+
+    def _record(self, row: Row, images: Any) -> PromptRecord:
         try:
             rendered = render_prompt(
                 self.tokenizer,

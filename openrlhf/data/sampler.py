@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ class StatefulSampler:
         batch = self._order[self._offset : self._offset + n]
         self._offset += len(batch)
         return batch.tolist()
+
+    def peek(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Returns: the batches of these sizes that ``next_batch`` will give, as far as this epoch goes."""
+        ends = [self._offset + sum(sizes[: place + 1]) for place in range(len(sizes))]
+        return [self._order[end - size : end].tolist() for end, size in zip(ends, sizes, strict=True)]
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of ``epoch``."""

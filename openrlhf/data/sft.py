@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from tqdm import tqdm
 
 from openrlhf.config.checks_data import check_response, check_slots
 from openrlhf.config.errors import ConfigError
-from openrlhf.data.errors import DataError
+from openrlhf.data.errors import DataError, NothingLeft
+from openrlhf.data.parallel import prepared
 from openrlhf.data.responses import append_eos, encode_conversation, encode_response, text_of, without_end
 from openrlhf.data.rows import Rows, nothing_in, required_field, row_error
 from openrlhf.data.spans import turn_end
@@ -148,6 +150,12 @@ def _encode_whole(tokenizer: Any, value: Any, response: Any, form: SFTFormat) ->
     return ids, mask
 
 
+def _encode_compactly(tokenizer: Any, form: SFTFormat, row: Row) -> tuple[array, bytes]:
+    """A row's ids and mask as they travel between processes."""
+    ids, mask = encode_sft_row(tokenizer, row, form)
+    return array("i", ids), bytes(mask)
+
+
 class SFTDataset:
     """Rows tokenised once, at the start, and kept as flat arrays (5 bytes a token).
 
@@ -156,13 +164,23 @@ class SFTDataset:
         dropped: rows of which nothing trained was left after that; they are not in the data set.
     """
 
-    def __init__(self, rows: Rows, tokenizer: Any, form: SFTFormat, *, max_len: int, progress: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Any,
+        form: SFTFormat,
+        *,
+        max_len: int,
+        progress: bool = False,
+        workers: int = 0,
+    ) -> None:
         """Tokenises all rows.
 
         Args:
             rows: what ``sources.load_dataset_mix`` returned.
             max_len: tokens that a row may have; what goes beyond is cut off.
             progress: show a progress bar, if there is a terminal.
+            workers: processes that tokenise; 0 does it in this one.
 
         Raises:
             ConfigError: the settings cannot be used.
@@ -176,8 +194,8 @@ class SFTDataset:
         self.truncated = 0
         self.dropped = 0
         tokens, masks, ends = array("i"), bytearray(), array("q", [0])
-        for row in tqdm(rows, total=len(rows), desc="tokenising", disable=None if progress else True, leave=False):
-            ids, mask = encode_sft_row(tokenizer, row, form)
+        encoded = prepared(rows, partial(_encode_compactly, tokenizer, form), workers)
+        for ids, mask in tqdm(encoded, "tokenising", len(rows), disable=None if progress else True, leave=False):
             self.truncated += len(ids) > max_len
             ids, mask = ids[:max_len], mask[:max_len]
             if True not in mask:
@@ -190,13 +208,18 @@ class SFTDataset:
         self._masks = np.frombuffer(masks, dtype=np.bool_) if len(masks) else np.zeros(0, dtype=np.bool_)
         self._ends = np.asarray(ends, dtype=np.int64)
         if not len(self):
-            raise DataError(
+            raise NothingLeft(
                 f"none of the {len(rows)} rows has a trained token within --data.max_len {max_len}: raise it",
                 source=rows.locate(0)[0],
             )
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    @property
+    def left_out(self) -> int:
+        """Rows that were given and are not in the data set."""
+        return self.dropped
 
     def __getitem__(self, index: int) -> SFTRecord:
         """Raises: IndexError past the end."""

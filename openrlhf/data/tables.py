@@ -11,6 +11,7 @@ import json
 import mmap
 import re
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,8 @@ class JsonLinesTable:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        starts, lines = [], []
+        # Arrays, because a list takes five times their memory, and there may be hundreds of millions of lines.
+        starts, lines = array("q"), array("q")
         position = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -60,8 +62,8 @@ class JsonLinesTable:
                     starts.append(position)
                     lines.append(number)
                 position += len(line)
-        self._starts = np.asarray(starts, dtype=np.int64)
-        self._lines = np.asarray(lines, dtype=np.int64)
+        self._starts = np.asarray(starts)
+        self._lines = np.asarray(lines)
         self._map: mmap.mmap | None = None
 
     def __len__(self) -> int:

@@ -31,6 +31,7 @@ from openrlhf.config.precision import PRECISIONS
 from openrlhf.models.adapters import attach_adapters
 from openrlhf.models.attention import choose_attention
 from openrlhf.models.four_bit import keep_layout, loading_arguments
+from openrlhf.models.liger import apply_liger
 from openrlhf.models.training_mode import checkpoint_layers, without_dropout
 from openrlhf.models.value_head import EXPORTED_WEIGHT, HeadSpec, attach_head, prepare_head
 
@@ -44,7 +45,7 @@ DTYPES: dict[str, torch.dtype] = {flag: getattr(torch, precision.name) for flag,
 _READ_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 
 # What is said of a weight whose shape does not fit while parameters are born sharded: its name, and both shapes.
-_MISFIT = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
+MISFIT = re.compile(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)")
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def reading(what: str, path: str | Path) -> Iterator[None]:
     except ConfigError:
         raise
     except RuntimeError as error:
-        misfit = _MISFIT.search(str(error))
+        misfit = MISFIT.search(str(error))
         if misfit is None:
             raise
         raise _misfit_error(path, *misfit.groups()) from error
@@ -141,7 +142,7 @@ def _told_to_all(sharded: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _no_load_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """While it lasts, transformers prints no table of weights that a file lacks or has too many: with a scalar head it
     would warn of a head at random, which is ours, and of logits that nobody wants. What is missing or does not fit is
     an error anyway, and what is too much is said in one line.
@@ -191,6 +192,7 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     gradient_checkpointing_reentrant: bool = False,
     experts_implementation: str | None = None,
+    liger: bool = False,
     zero3: dict[str, Any] | None = None,
     head: HeadSpec | None = None,
     lora: LoraConfig | None = None,
@@ -203,6 +205,7 @@ def load_causal_lm(
         path: folder or hub name.
         attn_implementation: ``--ds.attn_implementation``; "auto" takes the best that is installed.
         experts_implementation: ``--ds.experts_implementation``; None leaves it to transformers.
+        liger: ``--ds.use_liger_kernel``, on GPUs.
         zero3: the DeepSpeed config where parameters are to be sharded at birth; they then stand on the device that
             DeepSpeed chose.
         head: a scalar head in place of the one that gives logits (a critic, a reward model).
@@ -212,7 +215,7 @@ def load_causal_lm(
 
     Raises:
         ConfigError: there is no such model, it cannot be read, the attention kernel cannot run here, or the model has
-            no scalar head where one was asked for.
+            no scalar head where one was asked for, or Liger no kernels for it.
     """
     device = torch.device(device)
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -220,7 +223,7 @@ def load_causal_lm(
     model_class = _model_class(auto_class, config, path, trust_remote_code)
     implementation = choose_attention(config, model_class, attn_implementation, device, dtype)
     sharded = zero3 is not None
-    with _told_to_all(sharded), reading("model", path), _parameters_born_sharded(zero3), _no_load_report():
+    with _told_to_all(sharded), reading("model", path), _parameters_born_sharded(zero3), without_load_report():
         head_weight = None if head is None else prepare_head(path, config, head)
         model, report = auto_class.from_pretrained(
             path,
@@ -236,12 +239,14 @@ def load_causal_lm(
         )
     if head is not None:
         attach_head(model, head_weight, path, head.pad_token_id)
-    _check_report(path, report, has_head=head is not None)
+    check_report(path, report, has_head=head is not None)
     if load_in_4bit:
         keep_layout(model)
     if zero3 is not None:
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
     without_dropout(model)
+    if liger:
+        apply_liger(model)
     if lora is not None:
         attach_adapters(model, lora, base=path, seed=seed, dtype=dtype)
     if gradient_checkpointing:
@@ -255,7 +260,7 @@ def _misfit_error(path: str | Path, name: str, found: Any, wanted: Any) -> Confi
     )
 
 
-def _check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -> None:
+def check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -> None:
     """Raises ConfigError where the files lack weights or hold them in other shapes; warns where they hold more.
 
     Args: ``has_head``: of a scalar head's model, where files may hold another head.
@@ -267,7 +272,7 @@ def _check_report(path: str | Path, report: dict[str, Any], *, has_head: bool) -
     _check_shapes(path, report["mismatched_keys"])
     _check_whole(path, report["missing_keys"])
     if report["unexpected_keys"]:
-        logger.warning("%s holds weights that the model has no use for: %s", path, _few(report["unexpected_keys"]))
+        logger.warning("%s holds weights that the model has no use for: %s", path, few(report["unexpected_keys"]))
 
 
 def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, torch.Size]]) -> None:
@@ -280,10 +285,11 @@ def _check_shapes(path: str | Path, misfits: Collection[tuple[str, torch.Size, t
 def _check_whole(path: str | Path, missing: Collection[str]) -> None:
     """Raises ConfigError for weights that the files lack: transformers draws them at random, and training goes on."""
     if missing:
-        raise ConfigError(f"the files of {path} lack weights of the model that config.json describes: {_few(missing)}")
+        raise ConfigError(f"the files of {path} lack weights of the model that config.json describes: {few(missing)}")
 
 
-def _few(names: Collection[str]) -> str:
+def few(names: Collection[str]) -> str:
+    """Returns: the first three names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(sorted(names)[:3]) + more
 
@@ -341,19 +347,6 @@ def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str:
     )
     candidates = [*spare, tokenizer.unk_token, tokenizer.eos_token]
     return next(token for token in candidates if token is not None)
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Writes a tokenizer's files.
-
-    Raises: OSError where they cannot be written; a fast tokenizer has no type of its own for that.
-    """
-    try:
-        tokenizer.save_pretrained(folder)
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(str(error)) from error
 
 
 def keep_pad_apart(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a JSONL file always, TensorBoard and W&B where asked for."""
+"""Where the numbers of a run go: a JSONL file always, TensorBoard, W&B and MLflow where asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from openrlhf.config.ckpt import LoggerConfig, WandbConfig
 from openrlhf.tracking.jsonl import JSONLFile
+from openrlhf.tracking.mlflow_tracker import MlflowTracker
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_OFFLINE = "offline"
@@ -224,8 +225,8 @@ def build_trackers(
     Args:
         logger: the ``logger`` settings.
         output_dir: folder of ``metrics.jsonl``; W&B's files go there too.
-        run_name: folder below ``logger.tensorboard_dir``, and the W&B name where none is set.
-        run_config: the resolved settings, shown by W&B.
+        run_name: folder below ``logger.tensorboard_dir``, and the name in W&B and MLflow where none is set.
+        run_config: the resolved settings, shown by W&B and MLflow.
         resume_step: the step that a resumed run goes on from; 0 for a new run.
         warn: told in one sentence what did not work.
     """
@@ -235,6 +236,9 @@ def build_trackers(
     if logger.wandb.key:
         named = _named(logger.wandb, run_name)
         trackers.append(WandbTracker(named, output_dir, run_config or {}, warn, resume_step=resume_step))
+    if logger.mlflow.tracking_uri:
+        mlflow = replace(logger.mlflow, run_name=logger.mlflow.run_name or run_name)
+        trackers.append(MlflowTracker(mlflow, output_dir, run_config or {}, warn, resume_step))
     return MultiTracker(trackers, logger.logging_steps)
 
 

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from openrlhf.tracking.metrics import METRICS_FILE
 from openrlhf.tracking.progress import duration
 from openrlhf.tracking.report_data import Run, compact, first_and_last_rollouts, load_run, panels
 from openrlhf.tracking.report_page import SCRIPT, STYLE
@@ -53,6 +54,9 @@ def write_report(output_dir: Path | str, title: str) -> Path:
 
 def report_what_there_is(output_dir: Path | str, title: str) -> Path | None:
     """Writes the report of a run that was broken off. Returns: its path; None where no step was logged."""
+    # A device such as /dev/full, which stands for a full disk, can be read without end.
+    if not (Path(output_dir) / METRICS_FILE).is_file():
+        return None
     return write_report(output_dir, title) if load_run(Path(output_dir)).rows else None
 
 

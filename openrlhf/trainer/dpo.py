@@ -25,8 +25,10 @@ from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.pair_packing import pack_mismatched, pack_pairs
 from openrlhf.data.preference import PreferenceDataset
 from openrlhf.data.rows import Rows
+from openrlhf.data.streaming import StreamedRows
 from openrlhf.trainer.pairs import tokenise_pairs
 from openrlhf.trainer.reference import ReferenceModel, as_row_field, precomputed, reference_path
+from openrlhf.trainer.streamed import objective_over
 from openrlhf.trainer.supervised import Objective
 from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
@@ -162,7 +164,12 @@ def run(config: DPOConfig) -> None:
 
 
 def train(
-    config: DPOConfig, tokenizer: Any, data: PreferenceDataset, evaluation: PreferenceDataset | None, *, device: str
+    config: DPOConfig,
+    tokenizer: Any,
+    data: PreferenceDataset | StreamedRows,
+    evaluation: PreferenceDataset | None,
+    *,
+    device: str,
 ) -> DeepSpeedBackend:
     """Trains and exports, in a process group that stands; collective.
 
@@ -195,7 +202,9 @@ def train(
     return backend
 
 
-def _checked_backend(config: DPOConfig, parts: Mapping[str, PreferenceDataset], device: str) -> DeepSpeedBackend:
+def _checked_backend(
+    config: DPOConfig, parts: Mapping[str, PreferenceDataset | StreamedRows], device: str
+) -> DeepSpeedBackend:
     backend = training_backend(config, device, len(parts["training"]))
     check_vocabulary(backend, list(parts.values()), config.model.model_name_or_path)
     return backend
@@ -203,10 +212,10 @@ def _checked_backend(config: DPOConfig, parts: Mapping[str, PreferenceDataset], 
 
 def _objectives(
     config: DPOConfig,
-    parts: Mapping[str, PreferenceDataset],
+    parts: Mapping[str, PreferenceDataset | StreamedRows],
     pad_token_id: int,
     load: Callable[[list[PreferenceDataset]], ReferenceModel],
-) -> dict[str, DPOObjective]:
+) -> dict[str, Objective]:
     """Args:
         parts: data by name.
         load: makes the reference that is asked about some of them.
@@ -219,13 +228,16 @@ def _objectives(
     elif config.model.has_reference:
         reference = load(list(parts.values()))
     return {
-        name: DPOObjective(
+        name: objective_over(
             data,
-            config.model,
-            pad_token_id,
-            reference=reference,
-            table=tables.get(name),
-            micro_batch_size=config.train.micro_batch_size,
+            partial(
+                DPOObjective,
+                model=config.model,
+                pad_token_id=pad_token_id,
+                reference=reference,
+                table=tables.get(name),
+                micro_batch_size=config.train.micro_batch_size,
+            ),
         )
         for name, data in parts.items()
     }
@@ -251,9 +263,11 @@ def _fixed_loss(config: DPOConfig) -> dict[str, Any]:
     return found
 
 
-def tokenise(config: DPOConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+def tokenise(
+    config: DPOConfig, rows: Rows, tokenizer: Any, *, progress: bool = False, workers: int = 0
+) -> PreferenceDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return tokenise_pairs(config, rows, tokenizer, margin=False, progress=progress)
+    return tokenise_pairs(config, rows, tokenizer, margin=False, progress=progress, workers=workers)

@@ -10,7 +10,13 @@ from openrlhf.data.rows import Rows
 
 
 def tokenise_pairs(
-    config: RMConfig | DPOConfig, rows: Rows, tokenizer: Any, *, margin: bool, progress: bool = False
+    config: RMConfig | DPOConfig,
+    rows: Rows,
+    tokenizer: Any,
+    *,
+    margin: bool,
+    progress: bool = False,
+    workers: int = 0,
 ) -> PreferenceDataset:
     """Args: ``margin``: every row has a margin, which is read. Raises: ConfigError, DataError."""
     data = config.data
@@ -22,4 +28,4 @@ def tokenise_pairs(
         apply_chat_template=data.apply_chat_template,
         margin=margin,
     )
-    return PreferenceDataset(rows, tokenizer, form, max_len=data.max_len, progress=progress)
+    return PreferenceDataset(rows, tokenizer, form, max_len=data.max_len, progress=progress, workers=workers)

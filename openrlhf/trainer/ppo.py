@@ -231,6 +231,7 @@ def _prompts(config: PPOConfig, rows: Any, tokenizer: Any) -> PromptDataset:
         label_key=config.data.label_key,
         input_template=config.data.input_template,
         apply_chat_template=config.data.apply_chat_template,
+        workers=config.data.dataloader_num_workers,
     )
 
 

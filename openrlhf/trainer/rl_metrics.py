@@ -43,11 +43,11 @@ class UpdateLog:
             self.sums = self.sums + MetricSums(result.sums, result.count)
 
     def summary(self, role: str) -> dict[str, float]:
-        """Returns: the norm, the rate and the number of steps of the model ``role``."""
+        """Returns: the norm, the rates and the number of steps of the model ``role``."""
         done = [step for step in self.steps if not step.skipped]
         return {
             f"{role}/grad_norm": mean([step.grad_norm for step in done]),
-            f"{role}/lr": self.steps[-1].lr,
+            **self.steps[-1].rate_metrics(role),
             f"{role}/updates": float(len(done)),
             f"{role}/skipped_steps": float(len(self.steps) - len(done)),
         }

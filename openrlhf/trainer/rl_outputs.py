@@ -10,7 +10,7 @@ from typing import Any
 
 from openrlhf.config import LoggerConfig, PPOCkptConfig
 from openrlhf.data.trajectory import Trajectory
-from openrlhf.models.loading import save_tokenizer
+from openrlhf.models.tokenizer_files import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Console
 from openrlhf.tracking.report import report_what_there_is, write_report

@@ -196,13 +196,6 @@ def _fixed_settings(config: PPOConfig, num_prompts: int) -> dict[str, Any]:
 
 
 def _fixed_optimizer(owner: str, optimizer: OptimizerConfig) -> dict[str, Any]:
-    adam = optimizer.adam
-    return {
-        f"--{owner}.lr_scheduler": optimizer.lr_scheduler,
-        f"--{owner}.lr_warmup_ratio": optimizer.lr_warmup_ratio,
-        f"--{owner}.min_lr_ratio": optimizer.min_lr_ratio,
-        f"--{owner}.adam.lr": adam.lr,
-        f"--{owner}.adam.betas": list(adam.betas),
-        f"--{owner}.adam.eps": adam.eps,
-        f"--{owner}.adam.weight_decay": adam.weight_decay,
-    }
+    # They are compared with what JSON holds, which knows no tuples.
+    fixed = optimizer.fixed(f"{owner}.")
+    return {flag: list(value) if isinstance(value, tuple) else value for flag, value in fixed.items()}

@@ -17,9 +17,11 @@ from openrlhf.data.packed_batch import PackedBatch
 from openrlhf.data.pair_packing import pack_pairs
 from openrlhf.data.preference import PreferenceDataset
 from openrlhf.data.rows import Rows
+from openrlhf.data.streaming import StreamedRows
 from openrlhf.models.loading import keep_pad_apart, load_config
 from openrlhf.models.value_head import HeadSpec
 from openrlhf.trainer.pairs import tokenise_pairs
+from openrlhf.trainer.streamed import objective_over
 from openrlhf.trainer.supervised import Objective, micro_batches
 from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
@@ -77,15 +79,16 @@ class RewardObjective(Objective):
 
 
 @torch.no_grad()
-def reward_statistics(backend: Backend, objective: RewardObjective, micro_batch_size: int) -> tuple[float, float, int]:
+def reward_statistics(backend: Backend, objective: Objective, micro_batch_size: int) -> tuple[float, float, int]:
     """Scores the rows of up to ``STATISTICS_PAIRS`` pairs, spread evenly over the data; collective.
 
     Returns: mean and unbiased standard deviation of the scores, chosen and rejected ones together, and how many pairs.
         The deviation of scores that are all equal is given as 1, by which they can be divided.
     """
-    pairs = len(objective.lengths)
+    pairs = objective.num_items
     count = min(pairs, STATISTICS_PAIRS)
-    items = [place * pairs // count for place in range(count)]
+    objective, items = objective.window([place * pairs // count for place in range(count)])
+    count = len(items)
     found = [
         objective.scores(backend, batch).flatten().double()
         for batch in micro_batches(backend, objective, items, micro_batch_size)
@@ -109,7 +112,12 @@ def run(config: RMConfig) -> None:
 
 
 def train(
-    config: RMConfig, tokenizer: Any, data: PreferenceDataset, evaluation: PreferenceDataset | None, *, device: str
+    config: RMConfig,
+    tokenizer: Any,
+    data: PreferenceDataset | StreamedRows,
+    evaluation: PreferenceDataset | None,
+    *,
+    device: str,
 ) -> DeepSpeedBackend:
     """Trains and exports, in a process group that stands; collective.
 
@@ -126,7 +134,7 @@ def train(
     )
     backend = training_backend(config, device, len(data), head)
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
-    objective = RewardObjective(data, config.model, tokenizer.pad_token_id)
+    objective = objective_over(data, lambda part: RewardObjective(part, config.model, tokenizer.pad_token_id))
     held_out = None if evaluation is None else RewardObjective(evaluation, config.model, tokenizer.pad_token_id)
 
     def record_statistics() -> str:
@@ -159,9 +167,12 @@ def _separate_padding(config: RMConfig, tokenizer: Any) -> None:
     keep_pad_apart(tokenizer, ends if isinstance(ends, list) else [ends])
 
 
-def tokenise(config: RMConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> PreferenceDataset:
+def tokenise(
+    config: RMConfig, rows: Rows, tokenizer: Any, *, progress: bool = False, workers: int = 0
+) -> PreferenceDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return tokenise_pairs(config, rows, tokenizer, margin=config.model.margin_loss_enable, progress=progress)
+    margin = config.model.margin_loss_enable
+    return tokenise_pairs(config, rows, tokenizer, margin=margin, progress=progress, workers=workers)

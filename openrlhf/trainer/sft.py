@@ -15,6 +15,8 @@ from openrlhf.config import SFTConfig
 from openrlhf.data.packed_batch import PackedBatch, empty_batch, pack_rows
 from openrlhf.data.rows import Rows
 from openrlhf.data.sft import SFTDataset, SFTFormat
+from openrlhf.data.streaming import StreamedRows
+from openrlhf.trainer.streamed import objective_over
 from openrlhf.trainer.supervised import Objective
 from openrlhf.trainer.supervised_run import check_vocabulary, run_supervised, train_and_export, training_backend
 
@@ -61,7 +63,7 @@ def run(config: SFTConfig) -> None:
 
 
 def train(
-    config: SFTConfig, tokenizer: Any, data: SFTDataset, evaluation: SFTDataset | None, *, device: str
+    config: SFTConfig, tokenizer: Any, data: SFTDataset | StreamedRows, evaluation: SFTDataset | None, *, device: str
 ) -> DeepSpeedBackend:
     """Trains and exports, in a process group that stands; collective.
 
@@ -74,18 +76,19 @@ def train(
     """
     backend = training_backend(config, device, len(data))
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
-    objective = SFTObjective(data, tokenizer.pad_token_id)
+    objective = objective_over(data, lambda part: SFTObjective(part, tokenizer.pad_token_id))
     held_out = None if evaluation is None else SFTObjective(evaluation, tokenizer.pad_token_id)
     train_and_export(config, backend, tokenizer, objective, held_out, title="Supervised fine-tuning", fixed={})
     return backend
 
 
-def tokenise(config: SFTConfig, rows: Rows, tokenizer: Any, *, progress: bool = False) -> SFTDataset:
+def tokenise(config: SFTConfig, rows: Rows, tokenizer: Any, *, progress: bool = False, workers: int = 0) -> SFTDataset:
     """Returns: the data that the rows make.
 
     Raises: ConfigError, DataError.
     """
-    return SFTDataset(rows, tokenizer, data_format(config), max_len=config.data.max_len, progress=progress)
+    form, max_len = data_format(config), config.data.max_len
+    return SFTDataset(rows, tokenizer, form, max_len=max_len, progress=progress, workers=workers)
 
 
 def data_format(config: SFTConfig) -> SFTFormat:

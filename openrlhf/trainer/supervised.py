@@ -29,6 +29,24 @@ class Objective(Protocol):
     lengths: Sequence[int]
     """Tokens of each item."""
 
+    @property
+    def num_items(self) -> int:
+        """Items that there are."""
+        return len(self.lengths)
+
+    ahead: int = 0
+    """Steps that ``announce`` wants to know of."""
+
+    def announce(self, steps: Sequence[Sequence[int]]) -> None:
+        """Says which items the next steps take."""
+
+    def window(self, items: Sequence[int]) -> tuple[Objective, list[int]]:
+        """Sees to it that some items are at hand.
+
+        Returns: an objective that has them, and their numbers in it; fewer where some turn out to be of no use.
+        """
+        return self, list(items)
+
     def pack(self, items: Sequence[int]) -> PackedBatch:
         """Lays items end to end; none makes an empty batch."""
 
@@ -92,8 +110,8 @@ def planned_steps(num_items: int, settings: LoopSettings) -> int:
 def train_step(backend: Backend, objective: Objective, items: Sequence[int], micro_batch_size: int) -> dict[str, float]:
     """One optimizer step over ``items``; collective, with the same arguments on all ranks.
 
-    Returns: ``loss/train``, ``actor/grad_norm`` (before clipping), ``actor/lr``, ``actor/skipped_steps``, and what the
-        objective adds, under ``<name>/train``; the same on all ranks.
+    Returns: ``loss/train``, ``actor/grad_norm`` (before clipping), ``actor/lr`` (and ``actor/adam_lr`` beside Muon),
+        ``actor/skipped_steps``, and what the objective adds, under ``<name>/train``; the same on all ranks.
     """
     units = objective.units(items)
     sums = _Sums(backend)
@@ -102,8 +120,8 @@ def train_step(backend: Backend, objective: Objective, items: Sequence[int], mic
         backend.backward(loss)
         sums.add(loss, extra)
     result = backend.step()
-    step = {"actor/grad_norm": result.grad_norm, "actor/lr": result.lr, "actor/skipped_steps": float(result.skipped)}
-    return sums.reduced("train") | step
+    step = {"actor/grad_norm": result.grad_norm, "actor/skipped_steps": float(result.skipped)}
+    return sums.reduced("train") | step | result.rate_metrics("actor")
 
 
 @torch.no_grad()
@@ -176,9 +194,9 @@ class SupervisedTrainer:
         self.settings = settings
         self.outputs = outputs
         self.fixed = dict(fixed or {})
-        self.sampler = StatefulSampler(len(objective.lengths), seed=seed)
-        self.sizes = split_updates(len(objective.lengths), settings.batch_size)
-        self.total_steps = planned_steps(len(objective.lengths), settings)
+        self.sampler = StatefulSampler(objective.num_items, seed=seed)
+        self.sizes = split_updates(objective.num_items, settings.batch_size)
+        self.total_steps = planned_steps(objective.num_items, settings)
         self.step = 0
         self._meter = DeviceMeter(backend)
         self._tracer = RankTracer(backend, settings.profile, outputs)
@@ -210,7 +228,7 @@ class SupervisedTrainer:
             ConfigError: the run that wrote it had other data, another seed or other settings of those that are fixed.
         """
         for flag, here in self.fixed.items():
-            there = state["fixed"].get(flag)
+            there = state["fixed"].get(flag, here)
             if there != here:
                 raise ConfigError(
                     f"the checkpoint was written with {flag} {there}, and this run has {here}: resume with the same, "
@@ -227,32 +245,46 @@ class SupervisedTrainer:
         if done == 0:
             self.sampler.set_epoch(epoch)
         name = f"epoch {epoch + 1}/{self.settings.max_epochs}"
+        sizes = self.sizes[done:]
         with self.outputs.phase(name, self.sampler.remaining) as bar:
-            for size in self.sizes[done:]:
-                self._run_step(self.sampler.next_batch(size))
+            for place, size in enumerate(sizes, start=1):
+                items = self.sampler.next_batch(size)
+                if self.objective.ahead:
+                    upcoming = self.sampler.peek(sizes[place : place + self.objective.ahead])
+                    self.objective.announce([items, *upcoming])
+                self._run_step(items)
                 bar.update(size)
 
     def _run_step(self, items: list[int]) -> None:
         settings = self.settings
         self._tracer.begin(self.step + 1)
-        start = time.perf_counter()
-        with self._meter.training():
-            metrics = train_step(self.backend, self.objective, items, settings.micro_batch_size)
-        seconds = time.perf_counter() - start
-        if (standstill := self.backend.movement_warning()) is not None:
-            self.outputs.warn(standstill)
-        lengths = [int(self.objective.lengths[item]) for item in items]
-        metrics |= {"time/step": seconds, "throughput/tokens_per_s": sum(lengths) / seconds}
-        metrics |= usage_metrics(self.backend, self._meter.take(), self.objective.row_lengths(items))
+        metrics = self._train_on(items)
         self.step += 1
         self._tracer.end(self.step)
         last = self.step == self.total_steps
         evaluated = self._due(settings.eval_steps, last) and self.eval_objective is not None
         if evaluated:
             metrics |= evaluate(self.backend, self.eval_objective, settings.micro_batch_size)
-        self.outputs.log(self.step, metrics, always=evaluated or last)
+        if metrics:
+            self.outputs.log(self.step, metrics, always=evaluated or last)
         if self._due(settings.save_steps, False):
             self.outputs.checkpoint(self.step, self.state_dict())
+
+    def _train_on(self, items: list[int]) -> dict[str, float]:
+        """One optimizer step. Returns: its metrics; none where no item turns out to be of use, and nothing was done."""
+        start = time.perf_counter()
+        objective, items = self.objective.window(items)
+        if not items:
+            self.outputs.warn(f"step {self.step + 1} has no row that can be used, and changes nothing")
+            return {}
+        with self._meter.training():
+            metrics = train_step(self.backend, objective, items, self.settings.micro_batch_size)
+        seconds = time.perf_counter() - start
+        if (standstill := self.backend.movement_warning()) is not None:
+            self.outputs.warn(standstill)
+        lengths = [int(objective.lengths[item]) for item in items]
+        metrics |= {"time/step": seconds, "throughput/tokens_per_s": sum(lengths) / seconds}
+        return metrics | usage_metrics(self.backend, self._meter.take(), objective.row_lengths(items))
 
     def _due(self, every: int, last: bool) -> bool:
         return every > 0 and (self.step % every == 0 or last)

@@ -15,7 +15,7 @@ from openrlhf.backends.checkpoints import CheckpointStore, refuse_other_run
 from openrlhf.backends.distributed import from_rank_0, raise_if_any
 from openrlhf.backends.shapes import Shapes, refuse_other_model, write_shapes
 from openrlhf.config import CkptConfig, ConfigError, LoggerConfig
-from openrlhf.models.loading import save_tokenizer
+from openrlhf.models.tokenizer_files import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
 from openrlhf.tracking.report import report_what_there_is, write_report

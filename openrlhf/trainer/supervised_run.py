@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
@@ -15,6 +16,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.parse import print_note
 from openrlhf.data.rows import Rows
 from openrlhf.data.sources import load_dataset_mix
+from openrlhf.data.streaming import StreamedRows
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.value_head import HeadSpec
 from openrlhf.trainer.process import make_deterministic, prepare_process, rank_from_environment
@@ -42,7 +44,8 @@ def run_supervised(
     """Runs a command of supervised training; every rank of a launcher calls it, or else the process is the only rank.
 
     Args:
-        tokenise: takes the config, rows, the tokenizer and whether to show progress, and gives the rows' data.
+        tokenise: takes the config, rows, the tokenizer, whether to show progress and the number of processes, and gives
+            the rows' data.
         train: takes the config, the tokenizer, training and held-out data (or None) and the device; collective.
 
     Raises:
@@ -66,10 +69,19 @@ def run_supervised(
         for name, part in (("training", data), ("evaluation", evaluation)):
             if part is not None:
                 print(f"{name} data: {part.summary()}", flush=True)
-    init_distributed(device)
-    with sole_run(config.ckpt, print_note):
-        train(config, tokenizer, data, evaluation, device=device)
-    shutdown_distributed()
+        if isinstance(data, StreamedRows) and data.in_memory:
+            files = ", ".join(data.in_memory)
+            print_note(f"{files}: read into memory whole, which JSON lines, Parquet and Arrow files are not.")
+    try:
+        init_distributed(device)
+        with sole_run(config.ckpt, print_note):
+            train(config, tokenizer, data, evaluation, device=device)
+            if speaking and isinstance(data, StreamedRows):
+                print(f"training data: {data.closing()}", flush=True)
+        shutdown_distributed()
+    finally:
+        if isinstance(data, StreamedRows):
+            data.close()
 
 
 def load_data(
@@ -80,8 +92,15 @@ def load_data(
     Raises: ConfigError, DataError.
     """
     held_out = evaluation_rows(config)
-    data = tokenise(config, training_rows(config), tokenizer, progress=progress)
-    return data, None if held_out is None else tokenise(config, held_out, tokenizer, progress=progress)
+    rows = training_rows(config)
+    workers = config.data.dataloader_num_workers
+    tokenised = partial(tokenise, config, tokenizer=tokenizer, progress=progress, workers=workers)
+    if not config.data.streaming:
+        data = tokenised(rows)
+        return data, None if held_out is None else tokenised(held_out)
+    # Last, because its processes stay: none is to be forked beside the threads that look after them.
+    evaluation = None if held_out is None else tokenised(held_out)
+    return StreamedRows(rows, partial(tokenise, config, tokenizer=tokenizer), workers=workers), evaluation
 
 
 def training_backend(
@@ -165,18 +184,14 @@ def loop_settings(config: SupervisedConfig) -> LoopSettings:
 
 def fixed_settings(config: SupervisedConfig) -> dict[str, Any]:
     """Returns: by flag, what a resumed run must share with the one that it goes on from."""
-    optimizer, adam = config.optimizer, config.optimizer.adam
-    return {
-        "--train.batch_size": config.train.batch_size,
-        "--train.max_epochs": config.train.max_epochs,
-        "--lr_scheduler": optimizer.lr_scheduler,
-        "--lr_warmup_ratio": optimizer.lr_warmup_ratio,
-        "--min_lr_ratio": optimizer.min_lr_ratio,
-        "--adam.lr": adam.lr,
-        "--adam.betas": tuple(adam.betas),
-        "--adam.eps": adam.eps,
-        "--adam.weight_decay": adam.weight_decay,
-    } | config.ds.adapter_flags
+    return (
+        {
+            "--train.batch_size": config.train.batch_size,
+            "--train.max_epochs": config.train.max_epochs,
+        }
+        | config.optimizer.fixed("")
+        | config.ds.adapter_flags
+    )
 
 
 def training_rows(config: SupervisedConfig) -> Rows:
@@ -216,9 +231,15 @@ def check_vocabulary(
 ) -> None:
     """Raises: ConfigError where the tokenizer writes ids that ``model``, named by ``flag``, has no embedding for."""
     known = backend.module.get_input_embeddings().num_embeddings
-    largest = max(part.largest_token for part in parts)
-    if largest >= known:
-        raise ConfigError(
-            f"the tokenizer writes token {largest}, and {flag} {model} has only {known} embeddings: take the tokenizer "
-            "that belongs to the model, or resize its embeddings first"
-        )
+
+    def check(largest: int) -> None:
+        if largest >= known:
+            raise ConfigError(
+                f"the tokenizer writes token {largest}, and {flag} {model} has only {known} embeddings: take the "
+                "tokenizer that belongs to the model, or resize its embeddings first"
+            )
+
+    for part in parts:
+        check(part.largest_token)
+        if isinstance(part, StreamedRows):
+            part.check_tokens(check)

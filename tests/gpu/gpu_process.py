@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from transformers import get_scheduler
 
-from tests.integration.backend_worker import EPS, LR, STEPS, decay_groups, micro_batches, token_loss
+from tests.integration.backend_worker import EPS, LR, STEPS, decay_groups, micro_batches, share_of_rank, token_loss
+from tests.ports import free_port
 
 
 def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> Any:
@@ -37,9 +39,40 @@ def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> An
     return result
 
 
-def _call(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float = 300) -> list[Any]:
+    """Calls ``function(*args)`` in as many new processes, each with a GPU.
+
+    Returns: the results; tracebacks are raised.
+    """
+    context = multiprocessing.get_context("spawn")
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        places = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(context.Process(target=_call, args=(theirs, function, args, places)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    deadline = time.monotonic() + seconds
+    try:
+        found = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(max(deadline - time.monotonic(), 0)), f"rank {rank} gave no result within {seconds:.0f} s"
+            ok, result = pipe.recv()
+            assert ok, f"rank {rank}: {result}"
+            found.append(result)
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+
+
+def _call(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], places: dict[str, str] | None = None) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    os.environ.update(places or {})
     os.environ["DS_ACCELERATOR"] = "cuda"
     try:
         pipe.send((True, function(*args)))
@@ -52,19 +85,26 @@ def _numbers(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
 
 
-def train_backend(backend: Any) -> dict[str, Any]:
-    """STEPS optimizer steps through a backend. Returns: losses, gradient norms, and all weights."""
+def train_backend(backend: Any, *, sleep: bool = False) -> dict[str, Any]:
+    """STEPS optimizer steps through a backend. Returns: losses of this rank, gradient norms, and all weights.
+
+    Args:
+        sleep: between steps, all of it leaves the GPU and comes back.
+    """
     losses, norms = [], []
     for step in range(STEPS):
         batches = [batch.to(backend.device) for batch in micro_batches(step)]
         tokens = sum(int(batch.action_mask.sum()) for batch in batches)
         losses.append(0.0)
-        for batch in batches:
+        for batch in share_of_rank(batches, backend.rank, backend.world_size):
             loss = token_loss(backend.forward(batch).logprobs, batch, tokens)
             backend.backward(loss)
             losses[-1] += loss.item()
         result = backend.step()
         assert not result.skipped
+        if sleep:
+            backend.offload()
+            backend.reload()
         norms.append(result.grad_norm)
     weights = {name: _numbers(tensor) for name, tensor in backend.named_full_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}

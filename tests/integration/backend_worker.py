@@ -148,6 +148,11 @@ def decay_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
+def plain_adamw(model: Any) -> list[torch.optim.Optimizer]:
+    """What moves the weights in the plain loops below, unless they are told otherwise."""
+    return [torch.optim.AdamW(decay_groups(model, 0.1), lr=LR, betas=(0.9, 0.95), eps=EPS)]
+
+
 def row_loss(model: Any, row: torch.Tensor, mask: torch.Tensor, index: int) -> torch.Tensor:
     """Minus the log-probs of a row's trained tokens, with plain transformers."""
     logprobs = model(row[None]).logits[0].log_softmax(-1)[:-1].gather(-1, row[1:, None])[:, 0]
@@ -155,13 +160,18 @@ def row_loss(model: Any, row: torch.Tensor, mask: torch.Tensor, index: int) -> t
 
 
 def plain_training(
-    folder: Path, steps: int = STEPS, *, auto_class: Any = AutoModelForCausalLM, row_loss: Any = row_loss
+    folder: Path,
+    steps: int = STEPS,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    row_loss: Any = row_loss,
+    make_optimizers: Callable[[Any], list[torch.optim.Optimizer]] = plain_adamw,
 ) -> dict[str, Any]:
-    """The same training without any of our code: single rows, whole logits, torch's AdamW, a moving average."""
+    """The same training without any of our code: single rows, whole logits, torch's optimizers, a moving average."""
     model = auto_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=LR, betas=(0.9, 0.95), eps=EPS)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+    optimizers = make_optimizers(model)
+    schedulers = [get_scheduler("linear", each, num_warmup_steps=0, num_training_steps=steps) for each in optimizers]
     losses, norms, rates = [], [], []
     for step in range(steps):
         batches = micro_batches(step)
@@ -173,12 +183,12 @@ def plain_training(
                 row, mask = batch.tokens[start:stop], batch.action_mask[start:stop]
                 total = total + row_loss(model, row, mask, index) / tokens
         total.backward()
-        rates.append(optimizer.param_groups[0]["lr"])
+        rates.append(optimizers[0].param_groups[0]["lr"])
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         losses.append(total.item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        for each in (*optimizers, *schedulers):
+            each.step()
+        model.zero_grad()
         average = {
             name: BETA * average[name] + (1 - BETA) * parameter.detach() for name, parameter in model.named_parameters()
         }
@@ -186,15 +196,22 @@ def plain_training(
     return {"losses": losses, "norms": norms, "rates": rates, "weights": weights, "average": average}
 
 
-def mixed_precision_training(folder: Path, steps: int = STEPS) -> dict[str, Any]:
-    """bf16 weights, float32 masters, gradients of micro-batches added up in float32; no DeepSpeed."""
+def mixed_precision_training(
+    folder: Path,
+    steps: int = STEPS,
+    *,
+    make_optimizers: Callable[[Any], list[torch.optim.Optimizer]] = plain_adamw,
+    max_norm: float = 0.5,
+    accumulate: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """bf16 weights, float32 masters, gradients of micro-batches added up in float32 or bf16; no DeepSpeed."""
     from openrlhf.models.forward import score_tokens
     from openrlhf.models.loading import load_causal_lm
 
     model = load_causal_lm(folder, dtype=torch.bfloat16, device="cpu")
     masters = load_causal_lm(folder, dtype=torch.bfloat16, device="cpu").float()
-    optimizer = torch.optim.AdamW(decay_groups(masters, 0.1), lr=LR, betas=(0.9, 0.95), eps=EPS)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+    optimizers = make_optimizers(masters)
+    schedulers = [get_scheduler("linear", each, num_warmup_steps=0, num_training_steps=steps) for each in optimizers]
     pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
     losses, norms = [], []
     for step in range(steps):
@@ -207,12 +224,13 @@ def mixed_precision_training(folder: Path, steps: int = STEPS) -> dict[str, Any]
             losses[-1] += loss.item()
             for half, master in pairs:
                 grad = half.grad.float()
-                master.grad = grad if master.grad is None else master.grad + grad
+                total = grad if master.grad is None else master.grad + grad
+                master.grad = total.to(accumulate).float()
                 half.grad = None
-        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(masters.parameters(), max_norm)))
+        for each in (*optimizers, *schedulers):
+            each.step()
+        masters.zero_grad()
         with torch.no_grad():
             for half, master in pairs:
                 half.copy_(master)
@@ -263,8 +281,12 @@ def train_with_backend(
 
 def make_backend(folder: Path, stage: int, *, dtype: str = "fp32", **options: Any) -> Any:
     """A backend for training with the optimizer of these tests."""
+    from deepspeed.utils import groups
+
     from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
 
+    # DeepSpeed makes the groups of --ds.zpg once a process, where a run trains one model; a test trains many.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     ds_options = {key: options.pop(key) for key in list(options) if key in DeepSpeedConfig.__dataclass_fields__}
     return DeepSpeedBackend.for_training(
         folder,

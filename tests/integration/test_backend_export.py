@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from openrlhf.backends.shards import ShardWriter
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model, make_tiny_moe
 
@@ -61,6 +62,79 @@ def test_an_exported_model_reloads_in_plain_transformers_with_the_trained_weight
         "untied-no-buffer": make_tiny_model(tmp_path / "mamba", "mamba", tie=False),
     }
     worker.run_ranks(_save_all, 2, sources, tmp_path / "out")
+
+
+SHARD_BYTES = 60_000
+
+
+def _save_in_shards(sources: dict[str, Path], folder: Path) -> None:
+    """Writes every model, and its moving average where that is another one, in small files."""
+    from openrlhf.backends.weights import write_hf_folder
+
+    for name, source in sources.items():
+        for stage in (0, 2, 3):
+            backend = worker.make_backend(source, stage, ema=True)
+            target = folder / f"{name}-{stage}"
+            write_hf_folder(backend.module, target, sharded=stage == 3, max_shard_bytes=SHARD_BYTES)
+            if name != "tied":
+                continue
+            worker.train_with_backend(backend, range(1), ema=True)
+            average = dict(backend._average.whole(backend.device))
+            options = {"sharded": stage == 3, "average": backend._average, "max_shard_bytes": SHARD_BYTES}
+            write_hf_folder(backend.module, folder / f"{name}-{stage}-ema", **options)
+            if backend.rank == 0:
+                reloaded = dict(AutoModelForCausalLM.from_pretrained(folder / f"{name}-{stage}-ema").named_parameters())
+                assert sorted(reloaded) == sorted(average)
+                for key, tensor in average.items():
+                    assert torch.equal(reloaded[key], tensor), f"stage {stage}: {key}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_shards_of_an_export_are_those_of_save_pretrained_byte_for_byte_on_every_stage(
+    tmp_path: Path, ranks: int
+) -> None:
+    sources = {
+        "tied": make_tiny_model(tmp_path / "tied", "qwen2", tie=True),
+        "untied": make_tiny_model(tmp_path / "untied", "llama", tie=False),
+        "experts": make_tiny_moe(tmp_path / "moe"),
+    }
+    worker.run_ranks(_save_in_shards, ranks, sources, tmp_path)
+    for name, source in sources.items():
+        plain = tmp_path / f"{name}-plain"
+        AutoModelForCausalLM.from_pretrained(source).save_pretrained(plain, max_shard_size=SHARD_BYTES)
+        expected = {path.name: path.read_bytes() for path in plain.glob("model*")}
+        assert len(expected) > 5 and "model.safetensors.index.json" in expected
+        for stage in (0, 2, 3):
+            folder = tmp_path / f"{name}-{stage}"
+            found = {path.name: path.read_bytes() for path in folder.glob("model*")}
+            if name == "experts":
+                # save_pretrained takes an expert to be as large as the fused weight that it is a part of.
+                assert len(found) > 5 and _tensors(folder) == _tensors(plain), f"stage {stage}"
+                continue
+            assert sorted(found) == sorted(expected), f"{name}, stage {stage}"
+            assert [file for file in expected if found[file] != expected[file]] == [], f"{name}, stage {stage}"
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor.numpy().tobytes() for file in files for name, tensor in file.items()}
+
+
+def test_an_export_writes_each_file_as_soon_as_it_is_full_so_that_no_more_is_held(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, max_bytes=100)
+    source = torch.zeros(20)
+    for number in range(6):
+        writer.add(f"w{number}", source.fill_(number))
+        assert len(list(tmp_path.iterdir())) == number and len(writer._held) == 1
+    writer.add("large", torch.ones(50))
+    writer.finish(170)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_parameters": 170, "total_size": 680}
+    assert sorted(set(index["weight_map"].values())) == [f"model-{n:05d}-of-00007.safetensors" for n in range(1, 8)]
+    for name, file in index["weight_map"].items():
+        wanted = torch.ones(50) if name == "large" else torch.full((20,), float(name[1:]))
+        assert torch.equal(load_file(tmp_path / file)[name], wanted)
 
 
 def _collect(folder: Path, stages: tuple[int, ...], dtype: str = "fp32") -> list[dict[str, torch.Tensor]]:

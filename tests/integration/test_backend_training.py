@@ -46,12 +46,16 @@ def _train_every_way(folders: dict[str, Path], expected: dict[str, dict[str, Any
         ("untied", 3, {"packing_samples": False}),
         ("tied", 3, {"gradient_checkpointing": True}),
         ("untied", 2, {"gradient_checkpointing": True, "gradient_checkpointing_reentrant": True}),
+        ("untied", 3, {"gradient_checkpointing": True, "gradient_checkpointing_reentrant": True}),
         ("tied", 2, {"attn_implementation": "sdpa"}),
         ("untied", 2, {"torch_compile": True, "gradient_checkpointing": True}),
         ("tied", 2, {"one_batch": True}),
         ("untied", 3, {"one_batch": True}),
-        ("tied", 2, {"adam_offload": True}),
-        ("tied", 3, {"adam_offload": True}),
+        *(("tied", stage, {"adam_offload": True}) for stage in (1, 2, 3)),
+        ("tied", 2, {"overlap_comm": True}),
+        ("untied", 2, {"overlap_comm": True, "one_batch": True}),
+        # Groups of one rank would be none.
+        *([("tied", 3, {"zpg": 2})] if torch.distributed.get_world_size() > 1 else []),
     ]
     for kind, stage, options in cases:
         one_batch = options.pop("one_batch", False)
@@ -73,8 +77,9 @@ def test_every_zero_stage_takes_the_steps_of_a_plain_pytorch_loop(models: dict[s
 
 
 def _train_in_bf16(folder: Path, expected: dict[str, Any]) -> None:
-    for stage in (0, 1, 2, 3):
-        backend = worker.make_backend(folder, stage, dtype="bf16")
+    cases = [*((stage, {}) for stage in (0, 1, 2, 3)), *((stage, {"adam_offload": True}) for stage in (1, 2, 3))]
+    for stage, options in [*cases, (2, {"overlap_comm": True})]:
+        backend = worker.make_backend(folder, stage, dtype="bf16", **options)
         assert backend.stage == max(stage, 1)
         # ZeRO-3 would round rotary frequencies to bf16 while it loads.
         assert {buffer.dtype for buffer in backend.module.buffers()} == {torch.float32}
@@ -86,7 +91,7 @@ def _train_in_bf16(folder: Path, expected: dict[str, Any]) -> None:
         for name, tensor in worker.full_weights(backend).items():
             assert tensor.dtype == torch.bfloat16
             difference = (tensor.float() - expected["weights"][name].float()).abs().max()
-            assert difference <= (0 if exact else 2 * worker.LR), f"stage {stage}: {name}"
+            assert difference <= (0 if exact else 2 * worker.LR), f"stage {stage}, {options}: {name}"
         assert backend.unmoved_parameters() == []
 
 
@@ -96,6 +101,30 @@ def test_bf16_training_keeps_float32_masters_and_adds_gradients_up_in_float32(
 ) -> None:
     expected = worker.mixed_precision_training(models["tied"])
     worker.run_ranks(_train_in_bf16, ranks, models["tied"], expected)
+
+
+def _add_up_in_bf16(folder: Path, expected: dict[str, Any]) -> None:
+    for stage in (1, 2, 3):
+        weights = {}
+        for accumulate in (None, "bf16"):
+            backend = worker.make_backend(folder, stage, dtype="bf16", grad_accum_dtype=accumulate)
+            found = worker.train_with_backend(backend, STEPS)
+            weights[accumulate] = worker.full_weights(backend)
+        # Only where there is one rank and one order of rounding.
+        exact = backend.world_size == 1 and stage >= 2
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-6 if exact else 1e-2), f"stage {stage}"
+        for name, tensor in weights["bf16"].items():
+            difference = (tensor.float() - expected["weights"][name].float()).abs().max()
+            assert difference <= (0 if exact else 2 * worker.LR), f"stage {stage}: {name}"
+        assert any(not torch.equal(tensor, weights["bf16"][name]) for name, tensor in weights[None].items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_of_micro_batches_are_added_up_in_bf16_only_where_that_is_asked_for(
+    models: dict[str, Path], ranks: int
+) -> None:
+    expected = worker.mixed_precision_training(models["tied"], accumulate=torch.bfloat16)
+    worker.run_ranks(_add_up_in_bf16, ranks, models["tied"], expected)
 
 
 def _stand_still(folder: Path) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.backends.convert import main
 from openrlhf.models.value_head import HeadSpec
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model
@@ -155,3 +160,45 @@ def test_a_language_model_whose_optimizer_is_offloaded_goes_on_on_another_number
             assert ours["trace"][key] == pytest.approx(values, rel=1e-5), f"stage {stage}: {key}"
         for name, tensor in wanted["weights"].items():
             assert (ours["weights"][name] - tensor).abs().max() <= 1e-6, f"stage {stage}: {name}"
+
+
+def _picture_of_resumed(model: Path, folder: Path) -> dict[str, torch.Tensor]:
+    backend = _make(model, 2, "fp32", use_universal_ckpt=True)
+    backend.load_checkpoint(folder)
+    return worker.full_weights(backend)
+
+
+def test_states_are_converted_ahead_by_the_script_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    states = [tmp_path / "states" / role / "global_step7" for role in ("_actor", "_critic")]
+    for state in states:
+        worker.run_ranks(_save, 2, model, state)
+    script = Path(__file__).parents[2] / "examples/scripts/ckpt_ds_zero_to_universal.sh"
+    done = subprocess.run(
+        ["bash", str(script), str(tmp_path / "states")],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "is converted" in line]
+    assert [line.split(" is converted:")[0] for line in lines] == [str(state) for state in states]
+    # The run finds what is converted: it could not convert anything itself.
+    (states[0] / "state").rename(tmp_path / "away")
+    (weights,) = worker.run_ranks(_picture_of_resumed, 1, model, states[0])
+    assert {tuple(tensor.shape) for tensor in weights.values()} and all(t.isfinite().all() for t in weights.values())
+
+
+def test_a_folder_without_a_state_is_refused_in_one_sentence_and_a_state_of_stage_0_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([str(tmp_path)])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and f"{tmp_path} holds no complete state" in said and said.count("\n") == 1
+    state = tmp_path / "global_step3"
+    state.mkdir()
+    (state / "complete").write_text(json.dumps({"ranks": 1, "ZeRO stage": 0, "dtype": "float32"}))
+    main([str(tmp_path)])
+    assert "needs no conversion" in capsys.readouterr().out and not (state / "universal").exists()

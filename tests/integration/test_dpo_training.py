@@ -37,7 +37,7 @@ def _train_every_way(folder: Path, inputs: dict[str, Path], expected: dict[str, 
     cases: list[dict[str, Any]] = [
         {"ds": {"zero_stage": 0}},
         {"ds": {"zero_stage": 2}, "ref": {"precompute": True}},
-        {"ds": {"zero_stage": 3}},
+        {"ds": {"zero_stage": 3}, "data": {"streaming": True}},
         {"ds": {"zero_stage": 3}, "ref": {"precompute": True}},
     ]
     # Each start costs seconds, so what has nothing to do with the number of ranks is tried with one of them.

@@ -30,7 +30,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _train_every_way(folder: Path, inputs: dict[str, Path], expected: dict[str, Any]) -> None:
-    cases: list[dict[str, Any]] = [{"ds": {"zero_stage": 2}}, {"ds": {"zero_stage": 3}}]
+    cases: list[dict[str, Any]] = [
+        {"ds": {"zero_stage": 2}, "data": {"streaming": True}},
+        {"ds": {"zero_stage": 3}},
+    ]
     # Each start costs seconds, so what has nothing to do with the number of ranks is tried with one of them.
     if int(os.environ["WORLD_SIZE"]) == 1:
         cases.append({"ds": {"zero_stage": 0}, "train": {"micro_batch_size": 1}})

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ ALONE = [sys.executable, "-m", "openrlhf.cli.train_sft"]
 DEEPSPEED = [str(BIN / "deepspeed"), "--num_gpus", "2", "--module", "openrlhf.cli.train_sft"]
 TORCHRUN = [str(BIN / "torchrun"), "--nproc_per_node", "2", "-m", "openrlhf.cli.train_sft"]
 ROOT = Path(__file__).parents[2]
+# Rows that a process of their own tokenises ahead, in place of all at the start.
+STREAMED = ["--data.streaming", "--data.dataloader_num_workers", "1"]
 EPOCHS, STEPS = 10, 30
 TIMEOUT_S = 240
 # How long a run may outlive one of its ranks.
@@ -133,8 +136,9 @@ def kill_a_rank_after_checkpoint(process: subprocess.Popen, states: Path, rank: 
     try:
         wait_for_checkpoint(process, states)
         family = family_of(process)
-        (victim,) = [member for member in family if member.environ().get("RANK") == str(rank)]
-        victim.kill()
+        # The rank is older than what it forked.
+        its_own = [member for member in family if member.environ().get("RANK") == str(rank)]
+        min(its_own, key=psutil.Process.create_time).kill()
         deadline = time.monotonic() + GONE_S
         process.communicate(timeout=GONE_S)
         assert process.returncode != 0
@@ -161,6 +165,10 @@ def test_one_process_trains_and_leaves_model_tokenizer_metrics_and_report(folder
     assert [step for step, _ in losses(out)] == [5, 10, 15, 20, 25, 30]
     assert losses(out)[-1][1] < losses(out)[0][1] - 1
     assert AutoTokenizer.from_pretrained(out).chat_template
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    assert [(out / name).read_bytes() for name in tokenizer] == [
+        (folder / "model" / name).read_bytes() for name in tokenizer
+    ]
     assert "multiturn: true" in (out / "config.yaml").read_text()
     assert (out / "report.html").exists() and (out / "report.png").exists()
     assert list((folder / "tensorboard").rglob("events.*"))
@@ -177,7 +185,7 @@ def test_runs_that_lose_a_rank_end_within_a_minute_and_resumed_they_learn_what_o
     folder: Path, alone: str
 ) -> None:
     """Sums over ranks round differently, so the runs agree closely and not to the bit."""
-    states, words = folder / "pair_states", [*flags(folder, "pair"), "--ckpt.save_steps", "5"]
+    states, words = folder / "pair_states", [*flags(folder, "pair"), "--ckpt.save_steps", "5", *STREAMED]
     kill_a_rank_after_checkpoint(start(TORCHRUN, words, 29611), states, rank=1)
     kill_a_rank_after_checkpoint(start(DEEPSPEED, words, 29612), states, rank=0)
     assert not (folder / "pair" / "model.safetensors").exists()
@@ -190,10 +198,10 @@ def test_runs_that_lose_a_rank_end_within_a_minute_and_resumed_they_learn_what_o
 
 
 def test_one_process_killed_and_resumed_ends_bit_for_bit_where_an_unbroken_run_does(folder: Path, alone: str) -> None:
-    words = [*flags(folder, "broken"), "--logger.tensorboard_dir", str(folder / "curves")]
+    words = [*flags(folder, "broken"), *STREAMED, "--logger.tensorboard_dir", str(folder / "curves")]
     kill_after_checkpoint(start(ALONE, [*words, "--logger.wandb.run_name", "first"], 0), folder / "broken_states")
     assert not (folder / "broken" / "model.safetensors").exists()
-    finish(start(ALONE, words, 0))
+    assert re.search(r"training data: \d+ rows were met, 0 of them cut, 0 left out", finish(start(ALONE, words, 0)))
     assert losses(folder / "broken") == losses(folder / "alone")
     resumed, whole = exported(folder / "broken"), exported(folder / "alone")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
@@ -202,7 +210,8 @@ def test_one_process_killed_and_resumed_ends_bit_for_bit_where_an_unbroken_run_d
 
 
 def test_a_run_that_a_scheduler_ends_leaves_whole_files_no_lock_and_one_line(folder: Path) -> None:
-    process = start(ALONE, [*flags(folder, "ended"), "--train.max_epochs", "10000", "--logger.logging_steps", "1"], 0)
+    words = [*flags(folder, "ended"), "--train.max_epochs", "10000", "--logger.logging_steps", "1", *STREAMED]
+    process = start(ALONE, words, 0)
     try:
         wait_for_checkpoint(process, folder / "ended_states")
         assert (folder / "ended" / ".lock").read_text().startswith(f"{process.pid} ")

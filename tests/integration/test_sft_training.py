@@ -33,7 +33,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _train_every_way(folder: Path, inputs: dict[str, Path], expected: dict[str, Any]) -> None:
     cases: list[dict[str, Any]] = [
         {"ds": {"zero_stage": 0}},
-        {"ds": {"zero_stage": 1}},
+        {"ds": {"zero_stage": 1}, "data": {"streaming": True}},
         {"ds": {"zero_stage": 2}},
         {"ds": {"zero_stage": 3}},
     ]
@@ -125,6 +125,7 @@ def _stop_and_resume(folder: Path, inputs: dict[str, Path]) -> None:
             inputs["model"],
             inputs["data"],
             ds={"zero_stage": stage, "param_dtype": dtype},
+            data={"streaming": dtype == "bf16"},
             ckpt={"save_steps": 2, "max_num": 9, "save_hf": True, "load_enable": True},
         )
         backend = worker.train_in_place(config)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.optim._muon import _zeropower_via_newtonschulz
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.backends.optimizer import build_adamw, build_scheduler, parameter_groups
-from openrlhf.config import AdamConfig, ConfigError
+from openrlhf.backends.base import StepResult
+from openrlhf.backends.muon import MuonWithAdamW, muon_parameters, orthogonalize, rates_of
+from openrlhf.backends.optimizer import build_adamw, build_optimizer, build_scheduler, parameter_groups
+from openrlhf.config import AdamConfig, ConfigError, MuonConfig, OptimizerConfig
 from openrlhf.config.checks_training import SCHEDULERS
 from tests.tiny_models import tiny_config
 
@@ -87,3 +90,99 @@ def test_matrices_decay_and_biases_and_norms_do_not() -> None:
     )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert optimizer.defaults["betas"] == (0.8, 0.9) and optimizer.defaults["eps"] == 1e-6
+
+
+MUON = OptimizerConfig(optim="muon", adam=AdamConfig(lr=1e-6, weight_decay=0.1), muon=MuonConfig(lr=0.02))
+
+
+def _names(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> set[str]:
+    wanted = {id(parameter) for parameter in parameters}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in wanted}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_muon_takes_the_matrices_of_hidden_layers_and_each_kind_starts_at_its_own_rate(tie: bool) -> None:
+    # RB75: the AdamW group once ran at the rate of the matrices.
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2", tie_word_embeddings=tie))
+    optimizer = build_optimizer(model, MUON, torch.device("cpu"), torch.float32)
+    muon, *adam = optimizer.param_groups
+    assert _names(model, muon["params"]) == {n for n, _ in model.named_parameters() if n.endswith("_proj.weight")}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 1e-6, 1e-6]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    scheduler = build_scheduler(optimizer, "linear", total_steps=4, warmup_ratio=0.0, min_lr_ratio=0.0)
+    optimizer.step()
+    scheduler.step()
+    assert rates_of(optimizer.param_groups) == pytest.approx({"lr": 0.015, "adam_lr": 0.75e-6})
+
+
+def test_scalar_heads_convolutions_and_frozen_weights_are_not_orthogonalized_and_experts_are() -> None:
+    judge = AutoModelForSequenceClassification.from_config(tiny_config("qwen3", num_labels=1))
+    judge.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    names = _names(judge, muon_parameters(judge))
+    assert "score.weight" not in names and "model.layers.0.mlp.up_proj.weight" not in names
+    assert "model.layers.1.mlp.up_proj.weight" in names
+    mamba = AutoModelForCausalLM.from_config(tiny_config("mamba"))
+    assert not any("conv1d" in name for name in _names(mamba, muon_parameters(mamba)))
+    experts = AutoModelForCausalLM.from_config(tiny_config("qwen2_moe"))
+    stacks = {name for name, parameter in experts.named_parameters() if parameter.dim() == 3}
+    assert stacks and stacks <= _names(experts, muon_parameters(experts))
+
+
+def test_a_model_without_a_matrix_is_not_trained_with_muon() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
+    for parameter in muon_parameters(model):
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match="--optim muon: .* no trainable matrix"):
+        build_optimizer(model, MUON, torch.device("cpu"), torch.float32)
+
+
+def test_muon_alone_moves_a_model_of_matrices() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen2"))
+    matrices = muon_parameters(model)
+    model.requires_grad_(False)
+    for parameter in matrices:
+        parameter.requires_grad_(True)
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    optimizer = build_optimizer(model, MUON, torch.device("cpu"), torch.float32)
+    before = matrices[0].detach().clone()
+    optimizer.step()
+    assert rates_of(optimizer.param_groups) == {"lr": 0.02}
+    assert not torch.equal(matrices[0], before)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_orthogonalizing_in_bfloat16_is_what_torch_does_and_in_float32_nears_orthogonal(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    ours = orthogonalize(matrix, 5, torch.bfloat16)
+    assert torch.equal(ours, _zeropower_via_newtonschulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7))
+    values = torch.linalg.svdvals(orthogonalize(matrix, 12, torch.float32))
+    assert 0.65 < values.min() and values.max() < 1.25
+    stack = torch.stack([matrix, 2 * matrix, torch.zeros(shape)])
+    each = orthogonalize(stack, 5, torch.float32)
+    assert torch.equal(each[0], orthogonalize(matrix, 5, torch.float32)) and not each[2].any()
+    assert torch.allclose(each[0], each[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_steps_follow_every_setting_of_muon(nesterov: bool) -> None:
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    ours, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    settings = MuonConfig(lr=0.1, momentum=0.8, ns_steps=3, nesterov=nesterov)
+    options = {"muon": settings, "weight_decay": 0.2, "compute": torch.bfloat16, "device": torch.device("cpu")}
+    optimizers = [
+        MuonWithAdamW([ours], None, **options),
+        torch.optim.Muon([plain], lr=0.1, momentum=0.8, ns_steps=3, nesterov=nesterov, weight_decay=0.2),
+    ]
+    for seed in range(3):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        for parameter, optimizer in zip((ours, plain), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    assert torch.equal(ours, plain)
+
+
+def test_the_metrics_of_a_step_name_the_second_rate_only_where_there_is_one() -> None:
+    assert StepResult(1.0, False, 0.02, 1e-6).rate_metrics("critic") == {"critic/lr": 0.02, "critic/adam_lr": 1e-6}
+    assert StepResult(1.0, False, 1e-6).rate_metrics("actor") == {"actor/lr": 1e-6}
+    assert StepResult(1.0, False, 0.02, 1e-6).lowest_lr == 1e-6 == StepResult(1.0, False, 1e-6).lowest_lr

@@ -343,7 +343,7 @@ def test_sharding_options_must_fit_each_other():
 
 def test_compiled_layers_are_refused_beside_another_compiler_and_sharded_weights():
     both = refusal_of_training_alone("--ds.torch_compile", "--ds.deepcompile")
-    assert both == "--ds.torch_compile and --ds.deepcompile both compile the model; leave one of them out."
+    assert both.startswith("--ds.deepcompile has DeepSpeed count") and "take --ds.torch_compile" in both
     sharded = refusal_of_training_alone("--ds.torch_compile", "--ds.zero_stage", "3")
     assert sharded.startswith("--ds.torch_compile does not go with --ds.zero_stage 3") and "take stage 2" in sharded
     assert sft("--ds.torch_compile").ds.torch_compile

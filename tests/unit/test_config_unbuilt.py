@@ -48,12 +48,6 @@ def test_every_flag_of_the_tables_exists():
     assert set(unbuilt.FLAGS) <= names
 
 
-@pytest.mark.parametrize("command", unbuilt.COMMANDS)
-def test_command_that_does_not_exist_yet_says_so(command):
-    with pytest.raises(ConfigError, match=f"{command} is not built yet"):
-        check(COMMANDS[command]())
-
-
 def test_estimators_and_losses_are_those_of_the_algorithms():
     from openrlhf.algorithms.advantages import ESTIMATORS
     from openrlhf.algorithms.policy_loss import DEMANDED_AGGREGATION, POLICY_LOSSES

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.config.errors import ConfigError
@@ -163,6 +164,28 @@ def test_rows_are_cut_at_max_len_and_left_out_where_nothing_trained_remains_and_
     assert str(sum(int(record.loss_mask.sum()) for record in data)) in line
     with pytest.raises(DataError, match="none of the 1 rows.*max_len 20"):
         SFTDataset(rows_of(rows[2]), tokenizer, RAW, max_len=20)
+
+
+def test_bos_stands_once_before_a_row_whether_the_template_writes_it_or_the_tokenizer(rows_of):
+    # RB22
+    turns = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}<|im_end|>{% endfor %}"
+    writing = make_tokenizer(chat_template="<|im_start|>" + turns)
+    adding = make_tokenizer(chat_template=turns)
+    adding.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    talk = {"input": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    whole = SFTFormat(apply_chat_template=True)
+    for tokenizer, row, form, count in (
+        (writing, talk, whole, 1),
+        (writing, {"input": "q", "output": "a"}, CHAT, 1),
+        (adding, {"input": "q", "output": "a"}, RAW, 1),
+        (adding, {"input": "q", "output": "a"}, CHAT, 0),
+    ):
+        tokenizer.bos_token = "<|im_start|>"
+        ids = SFTDataset(rows_of(row), tokenizer, form, max_len=50)[0].tokens
+        assert ids.count(tokenizer.bos_token_id) == count
+        assert (ids[0] == tokenizer.bos_token_id) == bool(count)
 
 
 def test_the_same_rows_make_the_same_records(rows_of):

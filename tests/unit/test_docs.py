@@ -13,6 +13,7 @@ import torch
 
 from openrlhf.agents.reward_values import RewardResult, read_rewards
 from openrlhf.algorithms.preference_loss import PairLosses, pair_metrics
+from openrlhf.backends.base import StepResult
 from openrlhf.config import COMMANDS, Config, ConfigError, RMModelConfig, check, notes, parse
 from openrlhf.config.flags import flags_of
 from openrlhf.config.settings import lookup
@@ -57,6 +58,7 @@ def logged() -> set[str]:
     literal = set(re.findall(r'"([a-z_]+/[a-z_]+)"', SOURCE))
     roles = re.findall(r'\.summary\("(\w+)"\)', SOURCE)
     by_role = {f"{role}/{name}" for role in roles for name in re.findall(r'f"\{role\}/(\w+)"', SOURCE)}
+    by_role |= {name for role in roles for name in StepResult(1.0, False, 1e-2, 1e-6).rate_metrics(role)}
     phases = {f"time/{phase}" for phase in re.findall(r'\._phase\("(\w+)"', SOURCE)}
     (optional,) = re.findall(r'f"policy/\{name\}".*? for name in \((.*?)\)', SOURCE)
     policy = {f"policy/{name}" for name in re.findall(r'"(\w+)"', optional)}
@@ -180,8 +182,9 @@ def accept(command: str, words: list[str]) -> Config:
 
 
 def test_the_readmes_commands_are_all_found() -> None:
-    supervised = ["train_sft"] * 2 + ["train_rm", "serve_rm", "train_dpo", "train_sft"]
-    assert [command for command, _ in commands()] == supervised + ["train_ppo_ray"] * 10
+    adapters = ["train_sft", "train_ppo_ray", "lora_combiner"]
+    others = ["train_rm", "serve_rm", "train_dpo", *adapters]
+    assert [command for command, _ in commands()] == ["train_sft"] * 2 + others + ["train_ppo_ray"] * 9
 
 
 @pytest.mark.parametrize(("command", "words"), commands())

@@ -152,6 +152,7 @@ def test_the_table_has_a_row_for_every_field_of_every_part() -> None:
 
 
 OF_BOTH = [
+    ("optim", "muon"),
     ("lr_scheduler", "constant"),
     ("lr_warmup_ratio", "0.5"),
     ("min_lr_ratio", "0.5"),

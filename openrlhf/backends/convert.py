@@ -1,0 +1,69 @@
+"""Converts a state ahead for another number of ranks: python -m openrlhf.backends.convert FOLDER.
+
+A run with --ds.use_universal_ckpt does the same when it resumes; ahead, no GPU waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from openrlhf.backends.checkpoint_files import TAG
+from openrlhf.backends.checkpoints import COMPLETE, CheckpointStore
+from openrlhf.backends.universal import UNIVERSAL, convert_to_universal
+from openrlhf.config.errors import ConfigError
+
+
+def newest_states(folder: Path) -> list[Path]:
+    """Args: folder: a state (``global_step<N>``), or what --ckpt.path named.
+
+    Returns: the state, or the newest one of each model.
+
+    Raises: ConfigError where there is none.
+    """
+    if (folder / COMPLETE).is_file():
+        return [folder]
+    roots = (folder, folder / "_actor", folder / "_critic")
+    found = [CheckpointStore(root, max_num=1, max_mem_gb=1).latest() for root in roots]
+    states = [state for state in found if state is not None]
+    if not states:
+        raise ConfigError(f"{folder} holds no complete state: name a global_step folder, or the folder of --ckpt.path")
+    return states
+
+
+def convert(state: Path) -> str:
+    """Converts one state, inside its folder.
+
+    Returns: a sentence about what was done.
+
+    Raises:
+        OSError: the state cannot be read, or nothing can be written there.
+        RuntimeError: DeepSpeed's converter failed.
+    """
+    layout = json.loads((state / COMPLETE).read_text())
+    if layout["ZeRO stage"] == 0:
+        return f"{state} needs no conversion: without ZeRO nothing is split over ranks"
+    if (state / UNIVERSAL).is_dir():
+        return f"{state} is converted already"
+    convert_to_universal(state / TAG, state / UNIVERSAL)
+    return f"{state} is converted: go on from it on any number of ranks with --ckpt.load_enable --ds.use_universal_ckpt"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Converts what the command line names. Exits with status 2 and one sentence where that is not possible."""
+    parser = argparse.ArgumentParser(prog="python -m openrlhf.backends.convert", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a state (global_step<N>), or the folder of --ckpt.path")
+    folder = parser.parse_args(argv).folder
+    try:
+        for state in newest_states(folder):
+            print(convert(state), flush=True)
+    except (ConfigError, OSError, RuntimeError, ValueError) as error:
+        print(f"error: converting {folder}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

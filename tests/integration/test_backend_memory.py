@@ -1,0 +1,50 @@
+"""Weights that a group of ranks holds a second time (ZeRO++), between training, asking, saving and resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.integration import backend_worker as worker
+from tests.tiny_models import make_tiny_model
+
+
+def _ask(backend: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return backend.forward(worker.micro_batches(9)[0]).logprobs
+
+
+def _train_ask_save_and_resume(model: Path, folder: Path) -> list[dict[str, Any]]:
+    """The same with and without a second shard group. Returns: what each of the two did."""
+    found = []
+    for zpg in (1, 2):
+        options = {"dtype": "bf16", "zpg": zpg, "total_steps": 4}
+        backend = worker.make_backend(model, 3, **options)
+        asked = [_ask(backend)]
+        for step in range(2):
+            worker.train_with_backend(backend, range(step, step + 1))
+            asked.append(_ask(backend))
+        backend.save_checkpoint(folder / f"state{zpg}", {"step": 2})
+        backend.save_hf(folder / f"model{zpg}")
+        torch.distributed.barrier()
+        saved = load_file(folder / f"model{zpg}" / "model.safetensors")
+        again = worker.make_backend(model, 3, **options)
+        assert again.load_checkpoint(folder / f"state{zpg}") == {"step": 2}
+        asked.append(_ask(again))
+        assert torch.equal(asked[-1], asked[-2])
+        trace = worker.train_with_backend(again, range(2, 4))
+        found.append({"asked": asked, "saved": saved, "trace": trace, "weights": worker.full_weights(again)})
+    return found
+
+
+def test_a_second_shard_group_changes_no_number_in_training_asking_saving_or_resuming(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    for plain, grouped in worker.run_ranks(_train_ask_save_and_resume, 2, model, tmp_path):
+        assert all(torch.equal(a, b) for a, b in zip(plain["asked"], grouped["asked"], strict=True))
+        assert not torch.equal(plain["asked"][0], plain["asked"][2])
+        assert plain["trace"] == grouped["trace"]
+        for kind in ("saved", "weights"):
+            assert plain[kind] and all(torch.equal(plain[kind][name], grouped[kind][name]) for name in plain[kind])
