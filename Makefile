@@ -13,6 +13,8 @@ OUTPUT ?= outputs/quickstart
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)
 STAMP := $(VENV)/.installed-$(KEY)
+EXTRAS := $(VENV)/extras
+EXTRAS_STAMP := $(EXTRAS)/.installed
 
 .PHONY: help install quickstart test test-fast test-gpu lint format clean
 
@@ -44,8 +46,13 @@ $(STAMP):
 quickstart: install
 	$(BIN)/python -m openrlhf.cli.quickstart --output_dir $(OUTPUT)
 
-test: install
+$(EXTRAS_STAMP): requirements/extras.txt | install
+	$(PIP) --no-deps --upgrade --target $(EXTRAS) -r requirements/extras.txt
+	@touch $@
+
+test: install $(EXTRAS_STAMP)
 	$(PYTEST) tests/unit tests/integration
+	PYTHONPATH=$(CURDIR)/$(EXTRAS) $(PYTEST) tests/extras
 
 test-fast: install
 	$(PYTEST) tests/unit -m "not slow"

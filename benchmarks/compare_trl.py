@@ -154,7 +154,7 @@ def write_prompts(path: Path, count: int) -> Path:
 
 def run_here(case: Case, folder: Path, flags: list[str]) -> list[dict[str, float]]:
     """Runs train_ppo_ray. Returns: seconds and tokens of the responses of each step."""
-    _run([*command_here(case, folder), *flags], folder / "here.log")
+    run_logged([*command_here(case, folder), *flags], folder / "here.log")
     lines = read_jsonl(folder / "here" / "metrics.jsonl")
     samples = case.prompts * case.samples
     return [{"seconds": line["time/step"], "tokens": line["rollout/response_length"] * samples} for line in lines]
@@ -182,11 +182,15 @@ def run_trl(case: Case, folder: Path, python: str) -> list[dict[str, float]]:
     """Runs trl_steps.py. Returns: as ``run_here``."""
     settings = folder / "case.json"
     settings.write_text(json.dumps(asdict(case)))
-    _run([python, str(Path(__file__).with_name("trl_steps.py")), str(settings)], folder / "trl.log")
+    run_logged([python, str(Path(__file__).with_name("trl_steps.py")), str(settings)], folder / "trl.log")
     return read_jsonl(Path(case.times))
 
 
-def _run(command: list[str], log: Path) -> None:
+def run_logged(command: list[str], log: Path) -> None:
+    """Runs a command with its output in ``log``.
+
+    Raises: SystemExit with the end of the log where it fails.
+    """
     print(f"running {log.stem}, which writes {log}", flush=True)
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode

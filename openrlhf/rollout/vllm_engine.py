@@ -25,7 +25,7 @@ from openrlhf.rollout.engine_files import EngineFiles, describe_start
 from openrlhf.rollout.engine_spec import EngineSpec
 from openrlhf.rollout.integrity import TransferError
 from openrlhf.rollout.transports import Rendezvous
-from openrlhf.rollout.vllm_receiver import BACKEND, OWNER_VARIABLE, WORKER_EXTENSION
+from openrlhf.rollout.vllm_receiver import BACKEND, OWNER_VARIABLE, WORKER_EXTENSION, CpuExecutor
 from openrlhf.utils.errors import RunError
 
 _CPU_BATCHED_TOKENS = 8192
@@ -69,7 +69,7 @@ class VllmEngine:
             # A prompt that is prefilled in parts rewinds its generator, which torch's CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
             arguments["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, spec.max_model_len)
-            arguments["distributed_executor_backend"] = "uni" if spec.tensor_parallel_size == 1 else "mp"
+            arguments["distributed_executor_backend"] = CpuExecutor
         else:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
             arguments["enable_sleep_mode"] = spec.enable_sleep

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,6 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from openrlhf.rollout.integrity import Receipt, TransferError
 from openrlhf.rollout.transports import Inbox, Rendezvous, gpu_uuid
@@ -30,6 +33,25 @@ from openrlhf.rollout.transports import Inbox, Rendezvous, gpu_uuid
 BACKEND = "openrlhf"
 OWNER_VARIABLE = "OPENRLHF_ENGINE_OWNER"
 WORKER_EXTENSION = "openrlhf.rollout.vllm_receiver.WorkerExtension"
+# Seconds that a process of an engine on a CPU looks for the next message before it waits to be woken.
+_LOOKING_S = 0.001
+
+
+def _rest_between_messages() -> None:
+    """Has the readers of messages that this process is about to make give their core away when none comes.
+
+    By default they look for a second without pause: while the model computes, and into the training that follows. On a
+    CPU that is a core of those that compute, and OpenMP's threads all wait for the one that has lost its own.
+    """
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=_LOOKING_S)
+
+
+class CpuExecutor(MultiprocExecutor):
+    """vLLM's executor for a model that computes on the cores that the processes around it run on."""
+
+    def _init_executor(self) -> None:
+        _rest_between_messages()
+        super()._init_executor()
 
 
 @dataclass
@@ -68,6 +90,8 @@ class BucketWeightEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         # vLLM makes this object in each of its workers, before it serves anything.
         _end_with(int(os.environ[OWNER_VARIABLE]))
+        if self.device.type == "cpu":
+            _rest_between_messages()
         self._inbox = Inbox(self.device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

@@ -13,6 +13,7 @@ import torch
 from openrlhf.data.packed_batch import pack_rows
 from openrlhf.models.forward import score_tokens
 from openrlhf.rollout.integrity import TransferError
+from openrlhf.rollout.vllm_receiver import CpuExecutor
 from tests.integration.engine_room import FAULTS, MAX_LENGTH, PROMPT, Room, Update, never_sent, rewrite, swapped
 
 EXACT, FAR = 1e-5, 0.05
@@ -279,3 +280,33 @@ def test_a_seed_makes_a_sample_repeatable_whatever_stands_beside_it(room: Room) 
     assert alone.logprobs == pytest.approx(among[6].logprobs, abs=EXACT)
     assert alone.tokens != same_seed[2].tokens
     assert max(room.gap(sample, 1.0) for sample in among) < EXACT
+
+
+def test_an_engine_on_a_cpu_gives_its_cores_away_while_no_message_comes(
+    room: Room, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    assert room.engine._engine.vllm_config.parallel_config.distributed_executor_backend is CpuExecutor
+    monkeypatch.setattr(SpinCondition, "__init__", SpinCondition.__init__)
+    found: list[float] = []
+
+    def reader(_: MultiprocExecutor) -> None:
+        with zmq.Context() as context:
+            condition = SpinCondition(is_reader=True, context=context, notify_address=f"ipc://{tmp_path}/notify")
+            found.append(condition.busy_loop_s)
+            for socket in (
+                condition.local_notify_socket,
+                condition.read_cancel_socket,
+                condition.write_cancel_socket,
+            ):
+                socket.close()
+
+    monkeypatch.setattr(MultiprocExecutor, "_init_executor", reader)
+    executor = object.__new__(CpuExecutor)
+    MultiprocExecutor._init_executor(executor)
+    executor._init_executor()
+    # vLLM's own, so that the test says when there is nothing left to change, and ours.
+    assert found[0] >= 1 and found[1] <= 0.01
