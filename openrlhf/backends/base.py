@@ -54,8 +54,12 @@ class Backend(Protocol):
     device: torch.device
     module: Any
 
-    def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Runs the model on one micro-batch; keeps a gradient only in training mode with gradients enabled."""
+    def forward(
+        self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False, adapters: bool = True
+    ) -> TokenScores:
+        """Runs the model, or with ``adapters`` False the one below its adapters, on one micro-batch; keeps a gradient
+        only in training mode with gradients enabled.
+        """
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
         """Returns: float32 [T], the value of the state before each token, of a model with a scalar head (a critic)."""
@@ -82,8 +86,8 @@ class Backend(Protocol):
         """Yields: HF names with whole tensors. Every rank must consume it fully and in order."""
 
     def save_hf(self, folder: Path, *, ema: bool = False) -> None:
-        """Writes a folder that transformers loads, of the weights or of their moving average; the tokenizer is not its
-        business.
+        """Writes a folder that transformers loads, of the weights or of their moving average, or one of adapters; the
+        tokenizer is not its business.
         """
 
     def ema_update(self, beta: float) -> None:

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.checkpoints import COMPLETE, OLD, PARTIAL, sweep
 from openrlhf.backends.distributed import raise_if_any
+from openrlhf.backends.frozen import same_base
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.universal import UNIVERSAL, convert_to_universal, load_universal
 from openrlhf.config.errors import ConfigError
@@ -91,6 +92,22 @@ def _recorded(engine: Any, folder: Path) -> Iterator[_RecordingSaver]:
         del engine._copy_recovery_script
 
 
+@contextmanager
+def _trained_alone(engine: Any) -> Iterator[None]:
+    """While it lasts, the weights that DeepSpeed writes are those that are trained. By itself it leaves out frozen ones
+    as well, but not a tied weight's second name, nor the constants of weights in 4 bits.
+    """
+    module = engine.module
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    wanted = trained | {name for name, _ in module.named_buffers()}
+    whole = engine.module_state_dict
+    engine.module_state_dict = lambda **options: {n: t for n, t in whole(**options).items() if n in wanted}
+    try:
+        yield
+    finally:
+        del engine.module_state_dict
+
+
 def _full_disk(folder: Path) -> OSError | None:
     """torch's writer reports a full disk as a position that it did not expect."""
     if shutil.disk_usage(folder).free < _FULL_BELOW_BYTES:
@@ -106,7 +123,14 @@ def _average_file(folder: Path, rank: int) -> Path:
     return folder / f"ema_rank{rank}.pt"
 
 
-def save_training_state(engine: Any, folder: Path, state: dict[str, Any], average: MovingAverage | None = None) -> None:
+def save_training_state(
+    engine: Any,
+    folder: Path,
+    state: dict[str, Any],
+    average: MovingAverage | None = None,
+    *,
+    base: float | None = None,
+) -> None:
     """Writes beside ``folder`` first and renames when every rank has written all of its files; collective.
 
     What killed saves left behind beside it goes first.
@@ -114,6 +138,7 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any], averag
     Args:
         state: what else the caller needs; anything that pickles.
         average: of the weights, where one is kept.
+        base: fingerprint of the weights below adapters, which are left out; None where the whole model is trained.
 
     Raises:
         RankError: naming the folder, the rank and the reason; whatever stood at ``folder`` is unharmed.
@@ -128,20 +153,28 @@ def save_training_state(engine: Any, folder: Path, state: dict[str, Any], averag
         except OSError as error:
             problem = error
     raise_if_any(f"writing the checkpoint {folder}", problem)
-    with _recorded(engine, partial) as saver:
-        engine.save_checkpoint(str(partial), tag=TAG, client_state={"ours": state}, save_latest=False)
+    adapted = nullcontext() if base is None else _trained_alone(engine)
+    with _recorded(engine, partial) as saver, adapted:
+        engine.save_checkpoint(
+            str(partial),
+            tag=TAG,
+            client_state={"ours": state},
+            save_latest=False,
+            exclude_frozen_parameters=base is not None,
+        )
         saver.save(_random_state(), str(_rng_file(partial, dist.get_rank())))
         if average is not None:
             saver.save(average.state(), str(_average_file(partial, dist.get_rank())))
-    _finish(engine, partial, folder, saver.error)
+    _finish(_layout(engine, base), partial, folder, saver.error)
 
 
-def _layout(engine: Any) -> dict[str, Any]:
+def _layout(engine: Any, base: float | None) -> dict[str, Any]:
     """What has to be the same for a state to be read back."""
     return {
         "ranks": dist.get_world_size(),
         "ZeRO stage": engine.zero_optimization_stage(),
         "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
+        "base": base,
     }
 
 
@@ -159,19 +192,25 @@ def _refuse_other_layout(folder: Path, written: dict[str, Any], running: dict[st
                 f"the checkpoint {folder} was written with {name} {written[name]} and this run has {running[name]}: "
                 "resume with the --ds flags of the run that wrote it, or start anew from an exported model"
             )
+    there, here = written.get("base"), running["base"]
+    if None not in (there, here) and not same_base(there, here):
+        raise ConfigError(
+            f"the checkpoint {folder} holds adapters of another model: the weights below them are not those of this "
+            "run; resume with the model of the run that wrote it"
+        )
 
 
 def _ranks(number: int) -> str:
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
-def _finish(engine: Any, partial: Path, folder: Path, problem: Exception | None) -> None:
+def _finish(layout: dict[str, Any], partial: Path, folder: Path, problem: Exception | None) -> None:
     what = f"writing the checkpoint {folder}"
     try:
         raise_if_any(what, problem)
         if dist.get_rank() == 0:
             try:
-                (partial / COMPLETE).write_text(json.dumps(_layout(engine)) + "\n")
+                (partial / COMPLETE).write_text(json.dumps(layout) + "\n")
                 old = folder.with_name(folder.name + OLD)
                 if folder.exists():
                     os.replace(folder, old)
@@ -197,7 +236,12 @@ def _restore_average(average: MovingAverage, folder: Path, ranks: int) -> None:
 
 
 def load_training_state(
-    engine: Any, folder: Path, average: MovingAverage | None = None, *, any_ranks: bool = False
+    engine: Any,
+    folder: Path,
+    average: MovingAverage | None = None,
+    *,
+    any_ranks: bool = False,
+    base: float | None = None,
 ) -> dict[str, Any]:
     """Puts weights, their average, optimizer, scheduler and this rank's random state back; collective.
 
@@ -207,12 +251,13 @@ def load_training_state(
         average: of the weights, where one is to go on.
         any_ranks: another number of ranks may have written it. Its state is converted once, inside the folder. Where
             the number differs, every rank goes on with the random state and the ``state`` of the writers' rank 0.
+        base: as in ``save_training_state``.
 
     Returns: the ``state`` that was saved.
 
     Raises:
-        ConfigError: another number of ranks, another stage or another dtype has written it, or it holds no moving
-            average where one is to go on.
+        ConfigError: another number of ranks, another stage, another dtype or another model below its adapters has
+            written it, or it holds no moving average where one is to go on.
         RankError: the folder is missing or incomplete, or its state cannot be converted.
     """
     problem: Exception | None = None
@@ -222,7 +267,7 @@ def load_training_state(
             raise FileNotFoundError(f"{folder} is not a complete checkpoint")
         layout = json.loads((folder / COMPLETE).read_text())
         writers = layout["ranks"]
-        _refuse_other_layout(folder, layout, _layout(engine), any_ranks)
+        _refuse_other_layout(folder, layout, _layout(engine, base), any_ranks)
         if average is not None:
             _restore_average(average, folder, writers)
     except (ConfigError, OSError, ValueError) as error:
@@ -230,9 +275,9 @@ def load_training_state(
     raise_if_any(f"loading the checkpoint {folder}", problem)
     if engine.load_universal_checkpoint():
         _convert_on_rank_0(folder)
-        client_state = load_universal(engine, folder)
+        client_state = load_universal(engine, folder, whole=base is None)
     else:
-        _, client_state = engine.load_checkpoint(str(folder), tag=TAG)
+        _, client_state = engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=base is None)
     source = dist.get_rank() if writers == dist.get_world_size() else 0
     _restore_random_state(torch.load(_rng_file(folder, source), weights_only=True))
     return client_state["ours"]

@@ -15,8 +15,9 @@ COMPLETE = "complete"
 LATEST = "latest"
 # What a checkpoint is called while it is written, and while one of the same step takes its place.
 PARTIAL, OLD = ".partial", ".old"
-# Written last into an exported model, and where the export stands until then, inside its folder.
-MODEL_CONFIG = "config.json"
+# Written last into an exported model or adapter, and where the export stands until then, inside its folder.
+MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+EXPORT_CONFIGS = (MODEL_CONFIG, ADAPTER_CONFIG)
 PARTIAL_EXPORT = ".partial"
 
 # Of the checkpoints that a message names, no more than these.
@@ -45,7 +46,11 @@ def _states(root: Path) -> dict[int, Path]:
 
 
 def _exports(root: Path) -> dict[int, Path]:
-    return {step: path for step, path in _entries(root, _EXPORT).items() if (path / MODEL_CONFIG).is_file()}
+    return {step: path for step, path in _entries(root, _EXPORT).items() if _is_export(path)}
+
+
+def _is_export(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in EXPORT_CONFIGS)
 
 
 def sweep(root: Path) -> None:
@@ -66,7 +71,7 @@ def sweep(root: Path) -> None:
     for path in _entries(root, _EXPORT).values():
         if (path / PARTIAL_EXPORT).is_dir():
             shutil.rmtree(path / PARTIAL_EXPORT)
-            if not (path / MODEL_CONFIG).is_file():
+            if not _is_export(path):
                 shutil.rmtree(path)
 
 

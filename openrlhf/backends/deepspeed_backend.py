@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from openrlhf.backends.adapter_weights import merged_parameters, write_adapter_folder
+from openrlhf.backends.answers import Answers
 from openrlhf.backends.base import StepResult
 from openrlhf.backends.checkpoint_files import load_training_state, save_training_state
 from openrlhf.backends.distributed import shutdown_distributed
 from openrlhf.backends.ds_config import KEEP_WHOLE, effective_stage, inference_config, training_config
+from openrlhf.backends.frozen import fingerprint
 from openrlhf.backends.movement import MovementWatch
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.muon import rates_of
@@ -22,12 +25,11 @@ from openrlhf.backends.optimizer import engine_with_optimizer
 from openrlhf.backends.residence import give_up, leave_accelerator, return_to
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
-from openrlhf.data.packed_batch import PackedBatch
+from openrlhf.models.adapters import has_adapters
 from openrlhf.models.compiling import compile_layers
-from openrlhf.models.forward import last_token_scores, score_tokens, score_values, state_values, unwrap
+from openrlhf.models.forward import unwrap
 from openrlhf.models.loading import DTYPES, load_causal_lm
 from openrlhf.models.probe import plan_forward
-from openrlhf.models.scores import TokenScores
 from openrlhf.models.value_head import HeadSpec, set_statistics
 
 
@@ -39,7 +41,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Answers):
     """One model, with an optimizer (``for_training``) or without one (``for_inference``).
 
     Every method is a collective: all ranks call it, in the same order. The process group must stand already
@@ -85,6 +87,8 @@ class DeepSpeedBackend:
         self._average = MovingAverage(self.module) if ema else None
         self._movement = MovementWatch(self.module, device) if trainable else None
         self._last_step: StepResult | None = None
+        adapted = trainable and has_adapters(self.module)
+        self._base = fingerprint(self.module, device, sharded=stage == 3) if adapted else None
 
     @classmethod
     def for_training(
@@ -129,6 +133,9 @@ class DeepSpeedBackend:
             gradient_checkpointing_reentrant=gradient_checkpointing_reentrant,
             zero3=config if stage == 3 else None,
             head=head,
+            lora=ds.lora if ds.lora.rank else None,
+            load_in_4bit=ds.load_in_4bit,
+            seed=seed,
         )
         engine, stepped = engine_with_optimizer(model, optimizer, total_steps, where, DTYPES[ds.param_dtype], config)
         backend = cls(
@@ -186,44 +193,6 @@ class DeepSpeedBackend:
         if ds.torch_compile:
             compile_layers(backend.module)
         return backend
-
-    def forward(self, batch: PackedBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Scores one micro-batch; keeps a gradient where gradients are enabled.
-
-        Args:
-            batch: on any device.
-            temperature: the one that the tokens were sampled with.
-            entropy: also the entropy of each trained token's distribution.
-        """
-        self._set_mode()
-        return score_tokens(self.model, batch.to(self.device), temperature=temperature, entropy=entropy, plan=self.plan)
-
-    def _set_mode(self) -> None:
-        train = torch.is_grad_enabled() and self._trainable
-        if self.module.training != train:
-            self.model.train(train)
-
-    def values(self, batch: PackedBatch) -> torch.Tensor:
-        """Values of states, of a model with a scalar head; keeps a gradient where gradients are enabled.
-
-        Args:
-            batch: on any device.
-
-        Returns: float32 [T]: at t the value of the state before token t; 0 at the first token of each row.
-        """
-        self._set_mode()
-        batch = batch.to(self.device)
-        return state_values(score_values(self.model, batch, self.plan), batch.cu_seqlens)
-
-    def row_scores(self, batch: PackedBatch) -> torch.Tensor:
-        """Scores of rows, of a model with a scalar head; keeps a gradient where gradients are enabled.
-
-        Returns: float32 [N], the head's own output at the last token of each row: not normalised by the statistics in
-            ``config``. Pad rows have one as well.
-        """
-        self._set_mode()
-        batch = batch.to(self.device)
-        return last_token_scores(score_values(self.model, batch, self.plan), batch.host.cu_seqlens)
 
     @property
     def config(self) -> Any:
@@ -294,14 +263,17 @@ class DeepSpeedBackend:
         return [] if self._movement is None else self._movement.unmoved()
 
     def named_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields: HF names with whole tensors, tied weights once; they are live or gathered, so hold few at a time.
+        """Yields: HF names with whole tensors, tied weights once and adapters merged; they are live or made on the way,
+        so hold few at a time.
 
         Every rank must consume it fully and in order.
         """
-        return full_parameters(self.module, sharded=self.stage == 3)
+        parameters = merged_parameters if has_adapters(self.module) else full_parameters
+        return parameters(self.module, sharded=self.stage == 3)
 
     def save_hf(self, folder: Path, *, ema: bool = False) -> None:
-        """Writes a folder that transformers loads; the tokenizer is not its business.
+        """Writes a folder that transformers loads, or, of a model with adapters, their folder that peft loads; the
+        tokenizer is not its business.
 
         Args:
             ema: the moving average of the weights instead of the weights.
@@ -311,7 +283,8 @@ class DeepSpeedBackend:
             RankError: it could not be written; what stood in the folder before still stands.
         """
         average = self._kept_average() if ema else None
-        write_hf_folder(self.module, Path(folder), sharded=self.stage == 3, average=average)
+        write = write_adapter_folder if has_adapters(self.module) else write_hf_folder
+        write(self.module, Path(folder), sharded=self.stage == 3, average=average)
 
     def ema_update(self, beta: float) -> None:
         """Takes the present weights into their moving average: beta * average + (1 - beta) * weights.
@@ -337,7 +310,7 @@ class DeepSpeedBackend:
         Raises:
             RankError: it could not be written, on all ranks; ``folder`` is then as it was.
         """
-        save_training_state(self._engine, Path(folder), state, self._average)
+        save_training_state(self._engine, Path(folder), state, self._average, base=self._base)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Returns: the ``state`` that was given to ``save_checkpoint``.
@@ -347,7 +320,9 @@ class DeepSpeedBackend:
                 has written it, or it holds no moving average where one is kept.
             RankError: the folder is missing or incomplete.
         """
-        state = load_training_state(self._engine, Path(folder), self._average, any_ranks=self._any_ranks)
+        state = load_training_state(
+            self._engine, Path(folder), self._average, any_ranks=self._any_ranks, base=self._base
+        )
         self._movement, self._last_step = MovementWatch(self.module, self.device), None
         return state
 

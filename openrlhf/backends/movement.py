@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.base import StepResult
 from openrlhf.backends.fragments import own_fragment
+from openrlhf.models.adapters import waits_for_other
 
 # A float32 near 1 stands still under a smaller step: norms of a model would be blamed for a learning rate that is only
 # warming up.
@@ -22,11 +23,16 @@ ZERO_GRADIENT = (
 
 
 def fingerprints(module: Any, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Two sums over each trainable parameter's full-precision copy, over all ranks; collective.
+    """Two sums over each trainable parameter's full-precision copy, over all ranks; collective. Of an adapter only the
+    matrix that the first gradient reaches: the other one's follows from where it has moved.
 
     Half-precision weights would not do: a small learning rate moves the copy long before it moves them.
     """
-    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    trainable = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not waits_for_other(name)
+    ]
     sums = torch.zeros(len(trainable), 2, dtype=torch.float64, device=device)
     for index, (_, parameter) in enumerate(trainable):
         fragment = own_fragment(parameter)

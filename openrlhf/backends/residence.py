@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from openrlhf.backends.frozen import move_frozen
+
 
 def move_plain(module: Any, engine: Any, device: torch.device | str) -> None:
     """Moves weights and optimizer where DeepSpeed has not laid them out in buffers of its own.
@@ -31,6 +33,8 @@ def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> None:
         move_plain(module, engine, "cpu")
     else:
         engine.offload_states()
+        if engine.zero_optimization_stage() < 3:
+            move_frozen(module, "cpu")
     torch.cuda.empty_cache()
 
 
@@ -40,6 +44,8 @@ def return_to(device: torch.device, module: Any, engine: Any, *, plain: bool) ->
         move_plain(module, engine, device)
     else:
         engine.reload_states()
+        if engine.zero_optimization_stage() < 3:
+            move_frozen(module, device)
 
 
 def give_up(module: Any, device: torch.device) -> None:

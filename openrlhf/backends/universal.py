@@ -52,14 +52,16 @@ def convert_to_universal(state: Path, target: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def load_universal(engine: Any, folder: Path) -> dict[str, Any]:
+def load_universal(engine: Any, folder: Path, *, whole: bool = True) -> dict[str, Any]:
     """Loads ``folder / UNIVERSAL`` into an engine whose config says ``load_universal``; collective.
+
+    Args: ``whole``: every weight of the model is in the state; False where it holds adapters alone.
 
     Returns: DeepSpeed's client state, rank 0's of the run that wrote it.
     """
     groups = engine.optimizer.optimizer.param_groups
     decays = [group["weight_decay"] for group in groups]
-    _, client_state = engine.load_checkpoint(str(folder), tag=UNIVERSAL)
+    _, client_state = engine.load_checkpoint(str(folder), tag=UNIVERSAL, load_module_strict=whole)
     for group, decay in zip(groups, decays, strict=True):
         # On stage 3, DeepSpeed gives every group the first one's: norms and biases would decay.
         group["weight_decay"] = decay

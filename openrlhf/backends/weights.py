@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from openrlhf.backends.checkpoints import MODEL_CONFIG, PARTIAL_EXPORT
+from openrlhf.backends.checkpoints import EXPORT_CONFIGS, PARTIAL_EXPORT
 from openrlhf.backends.distributed import raise_if_any
 from openrlhf.backends.fragments import true_shape
 from openrlhf.backends.moving_average import MovingAverage
@@ -43,7 +43,8 @@ def _buckets(named: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list
         yield bucket
 
 
-def _gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
+def gathered(parameters: list[nn.Parameter], sharded: bool) -> Any:
+    """Returns: a context in which parameters are whole; collective where ``sharded``."""
     if not sharded:
         return nullcontext()
     import deepspeed
@@ -65,7 +66,7 @@ def full_parameters(
     averages = iter(()) if average is None else average.whole(next(module.parameters()).device)
     for bucket in _buckets(list(module.named_parameters()), bucket_bytes):
         live = [parameter for _, parameter in bucket if average is None or not parameter.requires_grad]
-        with _gathered(live, sharded):
+        with gathered(live, sharded):
             tensors = {
                 name: parameter.detach()
                 if average is None or not parameter.requires_grad
@@ -130,26 +131,28 @@ def write_hf_folder(
             attempt(writer.add, name, tensor)
     if writer is not None:
         attempt(writer.finish, sum(true_shape(parameter).numel() for parameter in module.parameters()))
-        attempt(_replace_files, partial, folder)
+        attempt(replace_files, partial, folder)
         shutil.rmtree(partial, ignore_errors=True)
         if problem is not None and not existed:
             shutil.rmtree(folder, ignore_errors=True)
     raise_if_any(f"saving the model to {folder}", problem)
 
 
-def _replace_files(source: Path, target: Path) -> None:
-    """Moves every file over; weights of an earlier save that has no file of this name go, lest both be loaded.
+def replace_files(source: Path, target: Path) -> None:
+    """Moves every file over; weights and adapters of an earlier save that has no file of this name go, lest both be
+    loaded.
 
-    The config is the last to come: a folder that has one is a model.
+    The config is the last to come: a folder that has one is a model or an adapter.
     """
-    paths = sorted(source.iterdir(), key=lambda path: path.name == MODEL_CONFIG)
-    # safetensors leaves its files to their owner alone; the config was opened as any file, so it shows the umask.
-    mode = stat.S_IMODE((source / MODEL_CONFIG).stat().st_mode)
+    paths = sorted(source.iterdir(), key=lambda path: path.name in EXPORT_CONFIGS)
+    # safetensors leaves its files to their owner alone; a config was opened as any file, so it shows the umask.
+    mode = stat.S_IMODE(paths[-1].stat().st_mode)
     for path in paths:
         if path.is_file():
             path.chmod(mode)
         os.replace(path, target / path.name)
     names = {path.name for path in paths}
-    for path in target.glob("model*.safetensors*"):
+    weights = [*target.glob("model*.safetensors*"), *target.glob("adapter_model.*")]
+    for path in [*weights, *(target / name for name in EXPORT_CONFIGS)]:
         if path.name not in names:
-            path.unlink()
+            path.unlink(missing_ok=True)

@@ -43,6 +43,8 @@ def check_rl(config: PPOConfig) -> None:
     check_schedule(config)
     check_kl(config)
     check_correction(config)
+    check_dropout(config)
+    check_adapters_sleep(config)
     check_penalties(config)
     check_colocation(config)
     check_reserved_arguments(config)
@@ -205,6 +207,27 @@ def check_correction(config: PPOConfig) -> None:
         )
 
 
+def check_dropout(config: PPOConfig) -> None:
+    """Raises ConfigError where the policy that is updated would not be the one that sampled."""
+    lora = config.ds.lora
+    if lora.rank > 0 and lora.dropout > 0:
+        raise ConfigError(
+            f"--ds.lora.dropout {lora.dropout} is drawn in the update alone, so that its probabilities would not be "
+            "those that the samples were drawn with, and the first ratio not 1; leave it at 0 in train_ppo_ray."
+        )
+
+
+def check_adapters_sleep(config: PPOConfig) -> None:
+    """Raises ConfigError where frozen weights would not come back: on stage 3 DeepSpeed moves all parts of weights away
+    and returns those that are trained.
+    """
+    if config.ds.enable_sleep and config.ds.lora.rank > 0 and config.ds.zero_stage == 3:
+        raise ConfigError(
+            "--ds.enable_sleep does not go with --ds.lora.rank under --ds.zero_stage 3, where DeepSpeed brings back "
+            "trained weights alone; take stage 2, or leave --ds.enable_sleep out."
+        )
+
+
 def check_penalties(config: PPOConfig) -> None:
     """Raises ConfigError where the buffer of the length penalty has nothing to lie in."""
     buffer, longest = config.reward.overlong_buffer_len, config.rollout.max_new_tokens
@@ -237,7 +260,8 @@ def check_colocation(config: PPOConfig) -> None:
     train, actor = config.train, config.actor
     critic = config.algo.advantage.estimator == "gae"
     reward = config.reward.model_name_or_path is not None
-    if config.algo.kl.enabled and (train.colocate_actor_ref or train.colocate_all):
+    own_reference = config.algo.kl.enabled and not config.reference_below_adapters
+    if own_reference and (train.colocate_actor_ref or train.colocate_all):
         flag = "--train.colocate_all" if train.colocate_all else "--train.colocate_actor_ref"
         _same_size(flag, "actor", actor, "ref", config.ref)
     if train.colocate_all and critic:

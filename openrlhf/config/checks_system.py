@@ -88,6 +88,10 @@ def check_system(config: TrainingConfig) -> None:
     check_installed(config.ds.attn_implementation)
     check_liger(config.ds.use_liger_kernel)
     check_versions(REQUIRED)
+    if config.ds.load_in_4bit and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "--ds.load_in_4bit needs the package bitsandbytes, which is not installed; pip install 'openrlhf[qlora]'."
+        )
     if isinstance(config, PPOConfig):
         check_versions(REQUIRED_FOR_RL)
         check_vllm()

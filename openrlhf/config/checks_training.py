@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from openrlhf.config.commands import DPOConfig, PPOConfig, RMConfig, TrainingConfig
-from openrlhf.config.deepspeed import DeepSpeedConfig
+from openrlhf.config.deepspeed import ALL_LINEAR, DeepSpeedConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.flags import flags_of
 from openrlhf.config.model import PlacementConfig
@@ -116,8 +116,7 @@ def check_sharding(config: TrainingConfig) -> None:
         )
     check_second_shard_group(config)
     check_gradients(ds)
-    if ds.load_in_4bit and ds.lora.rank == 0:
-        raise ConfigError("--ds.load_in_4bit freezes the base weights, so it needs adapters: set --ds.lora.rank.")
+    check_adapters(ds)
     if ds.ring_attn_size > 1 and not ds.packing_samples:
         raise ConfigError("--ds.ring_attn_size works on packed rows; leave out --ds.no_packing_samples.")
     check_compile(ds)
@@ -163,6 +162,26 @@ def check_gradients(ds: DeepSpeedConfig) -> None:
             f"--ds.overlap_comm works with --ds.zero_stage 2 alone, found {ds.zero_stage}: elsewhere DeepSpeed would "
             "have to know the last backward of a step beforehand; leave the flag out."
         )
+
+
+def check_adapters(ds: DeepSpeedConfig) -> None:
+    """Raises ConfigError where weights in 4 bits have nothing to train above them, or would be sharded or compiled."""
+    targets = ds.lora.target_modules
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise ConfigError(f"--ds.lora.target_modules {ALL_LINEAR} stands for all layers; leave out the other names.")
+    if not targets:
+        raise ConfigError(f"--ds.lora.target_modules names no layer; take {ALL_LINEAR}, or leave the flag out.")
+    if not ds.load_in_4bit:
+        return
+    if ds.lora.rank == 0:
+        raise ConfigError("--ds.load_in_4bit freezes the base weights, so it needs adapters: set --ds.lora.rank.")
+    if ds.zero_stage == 3:
+        raise ConfigError(
+            "--ds.load_in_4bit does not go with --ds.zero_stage 3, which would split packed weights over the ranks; "
+            "take stage 2, where only the adapters' states are split, or leave the weights in --ds.param_dtype."
+        )
+    if ds.torch_compile:
+        raise ConfigError("--ds.torch_compile does not go with --ds.load_in_4bit; leave one of them out.")
 
 
 def check_compile(ds: DeepSpeedConfig) -> None:

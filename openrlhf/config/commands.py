@@ -105,6 +105,12 @@ class DPOConfig(TrainingConfig):
     ckpt: CkptConfig = field(default_factory=lambda: CkptConfig(path="./ckpt/checkpoints_dpo"))
     logger: LoggerConfig = field(default_factory=lambda: logger_of("openrlhf_train_dpo"))
 
+    @property
+    def reference_below_adapters(self) -> bool:
+        """Whether the reference is the model that is trained, with its adapters off."""
+        own = self.ref.model_name_or_path in (None, self.model.model_name_or_path)
+        return self.model.has_reference and self.ds.lora.rank > 0 and own
+
 
 @dataclass(frozen=True)
 class PPOConfig(TrainingConfig):
@@ -128,6 +134,11 @@ class PPOConfig(TrainingConfig):
     def has_critic(self) -> bool:
         """Whether a value model is trained."""
         return self.algo.advantage.estimator == "gae"
+
+    @property
+    def reference_below_adapters(self) -> bool:
+        """Whether the reference is the actor, with its adapters off: no model of its own."""
+        return self.algo.kl.enabled and self.ds.lora.rank > 0
 
     @property
     def reward_models(self) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 Experts = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class LoraConfig:
     """Rank of the adapters; 0 trains the whole model."""
     alpha: int = 16
     """Scale of the adapters: their product is multiplied by alpha / rank."""
-    target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get an adapter, or all-linear."""
+    target_modules: tuple[str, ...] = (ALL_LINEAR,)
+    """Names of the linear layers that get an adapter; all-linear stands for all but the output head."""
     dropout: float = 0.0
     """Dropout in front of the adapters."""
 
@@ -40,7 +42,7 @@ class LoadingConfig(PrecisionConfig):
     experts_implementation: Experts | None = None
     """Kernel for the experts of a mixture-of-experts model; unset leaves the choice to transformers."""
     load_in_4bit: bool = False
-    """Load frozen base weights as 4-bit nf4."""
+    """Hold frozen linear layers as 4-bit nf4; in training, those below adapters."""
     packing_samples: bool = True
     """Lay rows end to end without padding; --ds.no_packing_samples runs padded batches instead."""
 
@@ -75,6 +77,18 @@ class DeepSpeedConfig(LoadingConfig):
     use_universal_ckpt: bool = False
     """Resume on another number of ranks: the state is converted once, inside its checkpoint."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def adapter_flags(self) -> dict[str, Any]:
+        """By flag, what a run that goes on with adapters must share; nothing where the whole model is trained."""
+        if self.lora.rank == 0:
+            return {}
+        return {
+            "--ds.lora.rank": self.lora.rank,
+            "--ds.lora.alpha": self.lora.alpha,
+            "--ds.lora.dropout": self.lora.dropout,
+            "--ds.load_in_4bit": self.load_in_4bit,
+        }
 
 
 @dataclass(frozen=True)

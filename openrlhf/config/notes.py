@@ -98,6 +98,11 @@ DPO = (
     Dependent(("ref.offload",), lambda c: not c.ref.precompute, "under --ref.precompute, which gives the model up"),
     Dependent(
         ("ref.offload",),
+        lambda c: not c.reference_below_adapters,
+        "under --ds.lora.rank: the reference is the trained model with its adapters off",
+    ),
+    Dependent(
+        ("ref.offload",),
         lambda c: c.ds.zero_stage < 3,
         "under --ds.zero_stage 3, where each GPU holds only its part of it",
     ),
@@ -115,6 +120,11 @@ RL = (
         ("ref.*", "algo.kl.estimator", "algo.kl.use_loss", "algo.kl.corrected"),
         lambda c: c.algo.kl.enabled,
         "while --algo.kl.init_coef is 0: there is no reference model",
+    ),
+    Dependent(
+        ("ref.*", "train.colocate_actor_ref"),
+        lambda c: not c.reference_below_adapters,
+        "under --ds.lora.rank: the reference is the actor itself, with its adapters off",
     ),
     Dependent(
         ("ds.value_head_prefix",),

@@ -15,6 +15,8 @@ GIB = 2**30
 ACTIVATION_BYTES = 34
 # float32 logits that exist at one time: log-probs are taken by chunks of about 256 MB, three such tensors at the peak.
 LOGITS_BYTES = 3 * 256 * 2**20
+# A weight in nf4 with its share of the quantised constants (arXiv 2305.14314, section 3): 4.127 bits.
+PACKED_BYTES = 4.127 / 8
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class ModelFacts:
         layers: transformer layers.
         vocab: rows of the output head; 1 for a scalar head.
         context: tokens that it was made for; None where its config names none.
+        adapters: parameters of the adapters beside them, which alone are trained then; 0 where all are.
+        packed: of ``parameters``, those that are held in 4 bits.
     """
 
     parameters: int
@@ -34,6 +38,13 @@ class ModelFacts:
     layers: int
     vocab: int
     context: int | None
+    adapters: int = 0
+    packed: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return self.adapters or self.parameters
 
 
 def training_memory(
@@ -43,7 +54,8 @@ def training_memory(
 
     With P parameters of b bytes on N ranks: weights P b (over N from stage 3), gradients 4 P (over N from stage 2;
     they are accumulated in float32), optimizer 8 P for AdamW's two moments and, below 32 bits, 4 P for the float32
-    weights (over N from stage 1). Activations are 34 T h bytes a layer at 16 bits for T tokens of width h; with
+    weights (over N from stage 1). With adapters, P of gradients and optimizer counts those alone, and layers in 4 bits
+    take about half a byte a weight. Activations are 34 T h bytes a layer at 16 bits for T tokens of width h; with
     gradient checkpointing each layer keeps its input alone and one layer at a time is recomputed. Logits are bounded
     by the chunks in which log-probs are computed.
 
@@ -58,12 +70,16 @@ def training_memory(
     layer = ACTIVATION_BYTES * size / 2 * tokens * facts.hidden
     kept = size * tokens * facts.hidden * facts.layers + layer if checkpointing else layer * facts.layers
     return {
-        "weights": facts.parameters * size / (ranks if stage >= 3 else 1),
-        "gradients": facts.parameters * 4 / (ranks if stage >= 2 else 1),
-        "optimizer": facts.parameters * (12 if size == 2 else 8) / (ranks if stage >= 1 else 1),
+        "weights": _weights(facts, size) / (ranks if stage >= 3 else 1),
+        "gradients": facts.trained * 4 / (ranks if stage >= 2 else 1),
+        "optimizer": facts.trained * (12 if size == 2 else 8) / (ranks if stage >= 1 else 1),
         "activations": kept,
         "logits": logits_memory(facts, tokens),
     }
+
+
+def _weights(facts: ModelFacts, size: int) -> float:
+    return (facts.parameters - facts.packed + facts.adapters) * size + facts.packed * PACKED_BYTES
 
 
 def inference_memory(facts: ModelFacts, ds: DeepSpeedConfig, *, ranks: int, tokens: int) -> dict[str, float]:

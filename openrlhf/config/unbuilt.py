@@ -15,8 +15,6 @@ FLAGS = {
     "data.max_images_per_prompt": "training on images",
     "ds.tensor_parallel_size": "tensor parallel training",
     "ds.ring_attn_size": "ring attention",
-    "ds.lora.rank": "LoRA",
-    "ds.load_in_4bit": "4-bit loading",
     "model.aux_loss_coef": "the router balancing loss",
     "actor.aux_loss_coef": "the router balancing loss",
     "actor.freeze_visual_encoder": "training on images",

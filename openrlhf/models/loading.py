@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,10 +25,14 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from openrlhf.config.checks_system import looks_local
+from openrlhf.config.deepspeed import LoraConfig
 from openrlhf.config.errors import ConfigError
 from openrlhf.config.precision import PRECISIONS
+from openrlhf.models.adapters import attach_adapters
 from openrlhf.models.attention import choose_attention
+from openrlhf.models.four_bit import keep_layout, loading_arguments
 from openrlhf.models.liger import apply_liger
+from openrlhf.models.training_mode import checkpoint_layers, without_dropout
 from openrlhf.models.value_head import EXPORTED_WEIGHT, HeadSpec, attach_head, prepare_head
 
 logger = logging.getLogger(__name__)
@@ -179,28 +182,6 @@ def _restore_buffers(
             logger.warning("%s was rounded to %s by ZeRO-3 while it was loaded", name, rounded.dtype)
 
 
-def _without_dropout(model: nn.Module) -> None:
-    """Training mode must give the log-probs of evaluation mode, or the first ratio of an update is not 1."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-
-
-def _draws(model: nn.Module) -> bool:
-    """Whether some layer has dropout left."""
-    return any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules())
-
-
-def _checkpoint_layers(model: PreTrainedModel, reentrant: bool) -> None:
-    # Nothing is drawn where dropout is off; the state of the generators would be saved and put back in each layer.
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant, "preserve_rng_state": _draws(model)})
-    if reentrant:
-        # The reentrant kind gives no gradient at all where none of its inputs has one.
-        model.enable_input_require_grads()
-
-
 def load_causal_lm(
     path: str | Path,
     *,
@@ -214,8 +195,11 @@ def load_causal_lm(
     liger: bool = False,
     zero3: dict[str, Any] | None = None,
     head: HeadSpec | None = None,
+    lora: LoraConfig | None = None,
+    load_in_4bit: bool = False,
+    seed: int = 42,
 ) -> PreTrainedModel:
-    """Loads a causal language model, dropout off.
+    """Loads a causal language model, dropout off but for that of adapters.
 
     Args:
         path: folder or hub name.
@@ -225,6 +209,9 @@ def load_causal_lm(
         zero3: the DeepSpeed config where parameters are to be sharded at birth; they then stand on the device that
             DeepSpeed chose.
         head: a scalar head in place of the one that gives logits (a critic, a reward model).
+        lora: adapters, which are all that can be trained then, beside a scalar head; None for none.
+        load_in_4bit: the linear layers are held as nf4, which cannot be trained; not with ``zero3``.
+        seed: of fresh adapters; the same on all ranks.
 
     Raises:
         ConfigError: there is no such model, it cannot be read, the attention kernel cannot run here, or the model has
@@ -248,17 +235,22 @@ def load_causal_lm(
             # A scalar head replaces whatever other head the files hold; any other misfit is refused below, by name.
             ignore_mismatched_sizes=True,
             **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
+            **(loading_arguments(dtype, device) if load_in_4bit else {}),
         )
     if head is not None:
         attach_head(model, head_weight, path, head.pad_token_id)
     check_report(path, report, has_head=head is not None)
+    if load_in_4bit:
+        keep_layout(model)
     if zero3 is not None:
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
-    _without_dropout(model)
+    without_dropout(model)
     if liger:
         apply_liger(model)
+    if lora is not None:
+        attach_adapters(model, lora, base=path, seed=seed, dtype=dtype)
     if gradient_checkpointing:
-        _checkpoint_layers(model, gradient_checkpointing_reentrant)
+        checkpoint_layers(model, gradient_checkpointing_reentrant)
     return model if zero3 is not None else model.to(device)
 
 

@@ -83,11 +83,22 @@ class LoopSettings:
 
 @dataclass(frozen=True)
 class Models:
-    """The groups that score tokens."""
+    """The groups that score tokens.
+
+    Attributes:
+        ref: of a reference model; None where there is none, or the actor answers for it.
+        reference_below_adapters: the actor does, with its adapters off.
+    """
 
     actor: WorkerGroup
     ref: WorkerGroup | None = None
     critic: WorkerGroup | None = None
+    reference_below_adapters: bool = False
+
+    @property
+    def reference(self) -> WorkerGroup | None:
+        """The group that answers for the reference model; None without a reference."""
+        return self.actor if self.reference_below_adapters else self.ref
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -241,14 +252,15 @@ class RLController:
         models, timeout = self._models, self._settings.timeout
         fields = experience.batch.token_fields
         repeats = len(experience.trajectories) <= self._settings.on_policy_samples
-        asked = [None if repeats else models.actor, models.ref, models.critic]
+        asked = [None if repeats else models.actor, models.reference, models.critic]
         old = None
         with self._console.phase("log-probs", total=sum(m is not None for m in asked), unit="models") as bar:
             if not repeats:
                 old = self._logprobs(models.actor, experience)
                 bar.update()
-            if models.ref is not None:
-                fields["ref_logprobs"] = self._logprobs(models.ref, experience)
+            if models.reference is not None:
+                below = models.reference_below_adapters
+                fields["ref_logprobs"] = self._logprobs(models.reference, experience, adapters=not below)
                 bar.update()
             if models.critic is not None:
                 dealt = self._dealt(models.critic, experience)
@@ -261,9 +273,9 @@ class RLController:
         rows = list(range(experience.batch.num_rows))
         return deal(experience.batch, rows, group.size, self._settings.budget, self._settings.pad_token_id)
 
-    def _logprobs(self, group: WorkerGroup, experience: Experience) -> torch.Tensor:
-        dealt = self._dealt(group, experience)
-        return group.logprobs(experience.batch, dealt, self._settings.temperature, self._settings.timeout)
+    def _logprobs(self, group: WorkerGroup, experience: Experience, *, adapters: bool = True) -> torch.Tensor:
+        settings, dealt = self._settings, self._dealt(group, experience)
+        return group.logprobs(experience.batch, dealt, settings.temperature, settings.timeout, adapters=adapters)
 
     def _score_probes(self, probes: Sequence[Trajectory]) -> Experience | None:
         if not probes:
@@ -277,7 +289,7 @@ class RLController:
         if self._algo.advantage.is_correction_enable:
             metrics.add_correction(add_correction(experience, self._algo.advantage))
         metrics.add_experience(experience, self._algo.kl.estimator, self._settings.shaping)
-        if self._models.ref is not None:
+        if self._models.reference is not None:
             metrics.values["kl/coef"] = self.position.kl_coef
 
     def _measure(self, experience: Experience, metrics: StepMetrics) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -181,9 +181,15 @@ def train(
     Returns: the backend with the trained model.
     """
     parts = {"training": data} | ({} if evaluation is None else {"evaluation": evaluation})
-    objectives = _objectives(config, parts, tokenizer.pad_token_id, device)
-    backend = training_backend(config, device, len(data))
-    check_vocabulary(backend, list(parts.values()), config.model.model_name_or_path)
+    if config.reference_below_adapters:
+        backend = _checked_backend(config, parts, device)
+        reference = ReferenceModel(backend, below_adapters=True)
+        objectives = _objectives(config, parts, tokenizer.pad_token_id, lambda _: reference)
+    else:
+        # A reference that is asked before training is given up before the model is loaded.
+        load = partial(ReferenceModel.load, config, device=device)
+        objectives = _objectives(config, parts, tokenizer.pad_token_id, load)
+        backend = _checked_backend(config, parts, device)
     train_and_export(
         config,
         backend,
@@ -196,15 +202,31 @@ def train(
     return backend
 
 
+def _checked_backend(
+    config: DPOConfig, parts: Mapping[str, PreferenceDataset | StreamedRows], device: str
+) -> DeepSpeedBackend:
+    backend = training_backend(config, device, len(parts["training"]))
+    check_vocabulary(backend, list(parts.values()), config.model.model_name_or_path)
+    return backend
+
+
 def _objectives(
-    config: DPOConfig, parts: Mapping[str, PreferenceDataset | StreamedRows], pad_token_id: int, device: str
+    config: DPOConfig,
+    parts: Mapping[str, PreferenceDataset | StreamedRows],
+    pad_token_id: int,
+    load: Callable[[list[PreferenceDataset]], ReferenceModel],
 ) -> dict[str, Objective]:
-    """Args: ``parts``: data by name. Returns: their objectives; what the reference has to say is at hand."""
+    """Args:
+        parts: data by name.
+        load: makes the reference that is asked about some of them.
+
+    Returns: their objectives; what the reference has to say is at hand.
+    """
     reference, tables = None, {}
     if config.model.has_reference and config.ref.precompute:
-        tables = precomputed(config, parts, pad_token_id=pad_token_id, device=device)
+        tables = precomputed(config, parts, load, pad_token_id=pad_token_id)
     elif config.model.has_reference:
-        reference = ReferenceModel.load(config, list(parts.values()), device)
+        reference = load(list(parts.values()))
     return {
         name: objective_over(
             data,

@@ -71,7 +71,7 @@ def supervised_plan(config: SFTConfig | RMConfig | DPOConfig) -> Plan:
         ],
     )
     refuse_used(config.ckpt)
-    plan.add("files", file_cells(config.ckpt, state_to_resume(config.ckpt)))
+    plan.add("files", file_cells(config.ckpt, state_to_resume(config.ckpt), adapters=config.ds.lora.rank > 0))
     tokens = config.train.micro_batch_size * config.data.max_len * (2 if pairs else 1)
     checkpointing = config.model.gradient_checkpointing_enable
     memory = {"model": training_memory(facts, config.ds, ranks=ranks, tokens=tokens, checkpointing=checkpointing)}
@@ -88,6 +88,10 @@ def _add_reference(
     from openrlhf.trainer.reference import reference_path
 
     path = reference_path(config)
+    if config.reference_below_adapters:
+        cells = [("path", path), ("kind", "the trained model with its adapters off: no memory of its own")]
+        plan.add("reference", cells)
+        return
     facts, kind = model_facts(path, config.trust_remote_code)
     when = "once, before the other is loaded" if config.ref.precompute else "during training"
     cells = [("path", path), ("kind", f"{kind}, {count_words(facts.parameters)} parameters"), ("asked", when)]

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from openrlhf.config import CkptConfig, ConfigError, PPOConfig
+from openrlhf.config import CkptConfig, ConfigError, DeepSpeedConfig, PPOConfig
 from openrlhf.config.commands import TrainingConfig
 from openrlhf.config.plan import ModelFacts, Plan, count_words, memory_rows, size_words
 from openrlhf.data.rows import Rows
+from openrlhf.models.adapters import adapter_size, linear_size
 from openrlhf.models.loading import context_length, load_config, load_tokenizer
 
 # Rows that are rendered and tokenised; the run itself looks at all.
@@ -30,21 +31,32 @@ def add_model(plan: Plan, config: TrainingConfig, path: str, *, scalar: bool = F
 
     Raises: ConfigError where there is no such model.
     """
-    facts, kind = model_facts(path, config.trust_remote_code, scalar=scalar)
+    facts, kind = model_facts(path, config.trust_remote_code, scalar=scalar, trained=config.ds)
     cells = [("path", path), ("kind", f"{kind}, {count_words(facts.parameters)} parameters in {config.ds.param_dtype}")]
+    if facts.adapters:
+        cells.append(("trained", adapter_words(facts, config.ds)))
     if facts.context is not None:
         cells.append(("context", f"{facts.context} tokens, of which --data.max_len uses {config.data.max_len}"))
     plan.add("model", cells)
     return facts
 
 
-def model_facts(path: str, trust_remote_code: bool, *, scalar: bool = False) -> tuple[ModelFacts, str]:
+def adapter_words(facts: ModelFacts, ds: DeepSpeedConfig) -> str:
+    """Returns: what is trained of a model with adapters, and what it stands on."""
+    below = "weights in nf4" if facts.packed else "frozen weights"
+    return f"{count_words(facts.adapters)} parameters of adapters of rank {ds.lora.rank}, over {below}"
+
+
+def model_facts(
+    path: str, trust_remote_code: bool, *, scalar: bool = False, trained: DeepSpeedConfig | None = None
+) -> tuple[ModelFacts, str]:
     """Returns: the sizes of a model, from its config alone, and its type.
 
     Args:
         scalar: with a scalar head in place of the one that gives logits.
+        trained: how, where it is trained; adapters may be put into it then.
 
-    Raises: ConfigError where it cannot be read.
+    Raises: ConfigError where it cannot be read, or its layers are not those that adapters were asked for.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     if scalar:
@@ -57,12 +69,15 @@ def model_facts(path: str, trust_remote_code: bool, *, scalar: bool = False) -> 
         kind = "model that can be given a scalar head" if scalar else "language model"
         raise ConfigError(f"{path} is no {kind}: {str(error).splitlines()[0]}") from error
     text = config.get_text_config()
+    lora = None if trained is None or trained.lora.rank == 0 else trained.lora
     facts = ModelFacts(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
         vocab=1 if scalar else text.vocab_size,
         context=context_length(config),
+        adapters=0 if lora is None else adapter_size(model, lora),
+        packed=linear_size(model) if lora is not None and trained.load_in_4bit else 0,
     )
     return facts, config.model_type
 
@@ -133,9 +148,13 @@ def sizes_words(updates: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def file_cells(ckpt: CkptConfig, state: Path | None) -> Cells:
-    """Returns: where a run would write, and the ``state`` that it would go on from."""
-    cells: Cells = [("model, metrics", ckpt.output_dir)]
+def file_cells(ckpt: CkptConfig, state: Path | None, *, adapters: bool = False) -> Cells:
+    """Returns: where a run would write, and the ``state`` that it would go on from.
+
+    Args: ``adapters``: they alone are trained and written.
+    """
+    what = "adapter (merge it with openrlhf lora_combiner), metrics" if adapters else "model, metrics"
+    cells: Cells = [(what, ckpt.output_dir)]
     if ckpt.save_steps > 0:
         cells.append(("states", f"{ckpt.path}, every {ckpt.save_steps} steps"))
     if ckpt.load_enable:

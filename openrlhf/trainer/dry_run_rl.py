@@ -18,6 +18,7 @@ from openrlhf.models.loading import load_config
 from openrlhf.trainer.dry_run_parts import (
     PEEK,
     Cells,
+    adapter_words,
     add_memory,
     add_model,
     data_cells,
@@ -68,7 +69,7 @@ def rl_file_cells(config: PPOConfig, num_prompts: int) -> Cells:
 
     states = RLStates(config.ckpt, has_critic=config.has_critic)
     states.check(output_settings(config, num_prompts).fixed)
-    return file_cells(config.ckpt, states.to_resume())
+    return file_cells(config.ckpt, states.to_resume(), adapters=config.ds.lora.rank > 0)
 
 
 def add_scalar_models(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts]) -> None:
@@ -79,9 +80,12 @@ def add_scalar_models(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts
     rows: Cells = []
     if config.has_critic:
         path, fresh = critic_source(config)
-        facts["critic"], kind = model_facts(path, config.trust_remote_code, scalar=True)
-        head = "a new scalar head" if fresh else "its own scalar head"
-        rows.append(("critic", f"{path}: {kind}, {count_words(facts['critic'].parameters)} parameters, {head}"))
+        facts["critic"], kind = model_facts(path, config.trust_remote_code, scalar=True, trained=config.ds)
+        words = f"{path}: {kind}, {count_words(facts['critic'].parameters)} parameters"
+        words += ", a new scalar head" if fresh else ", its own scalar head"
+        if facts["critic"].adapters:
+            words += f", {adapter_words(facts['critic'], config.ds)}"
+        rows.append(("critic", words))
     for role, path in zip(reward_roles(config), config.reward_models, strict=True):
         facts[role], kind = model_facts(path, config.trust_remote_code, scalar=True)
         words = f"{path}: {kind}, {count_words(facts[role].parameters)} parameters"
@@ -169,6 +173,8 @@ def add_placement(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts], p
     cells: Cells = [(" + ".join(roles), f"{count} {unit}") for roles, count in groups]
     needed = sum(count for _, count in groups)
     there = gpus if device == "cuda" else cpus
+    if config.reference_below_adapters:
+        cells.append(("reference", "the actor with its adapters off"))
     cells.append(("together", f"{needed} {unit}, of {'any number' if there is None else there} on {source}"))
     plan.add("placement", cells)
     if there is not None and needed > there:
@@ -196,7 +202,7 @@ def rl_memory(
     # The critic recomputes activations where the actor does.
     training = {"tokens": trained, "checkpointing": config.actor.gradient_checkpointing_enable}
     memory = {"actor": training_memory(facts["actor"], ds, ranks=config.actor.world_size, **training)}
-    if config.algo.kl.enabled:
+    if config.algo.kl.enabled and not config.reference_below_adapters:
         memory["ref"] = inference_memory(facts["actor"], ds, ranks=config.ref.world_size, tokens=scored)
     if "critic" in facts:
         memory["critic"] = training_memory(facts["critic"], ds, ranks=config.critic.world_size, **training)
@@ -208,7 +214,7 @@ def rl_memory(
             parts.pop("optimizer", None)
     if config.train.enable_ema and device == "cpu":
         shards = config.actor.world_size if ds.zero_stage or ds.param_dtype != "fp32" else 1
-        memory["actor"]["average"] = 4 * facts["actor"].parameters / shards
+        memory["actor"]["average"] = 4 * facts["actor"].trained / shards
     memory["engine"] = _engine_memory(config, facts["actor"], device, prompts)
     return memory
 

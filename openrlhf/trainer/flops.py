@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.models.four_bit import whole_numel
+
 # Dense bf16 and fp16 FLOP/s of the tensor cores, from NVIDIA's data sheets, which print twice as much "with sparsity".
 # All words must stand in the device's name; the first row that fits counts.
 PEAKS: tuple[tuple[str, float], ...] = (
@@ -86,9 +88,7 @@ def model_flops(module: Any) -> ModelFlops | None:
         routed = ".experts." in name
         if routed and share is None:
             return None
-        # Under ZeRO stage 3 a parameter holds only this rank's part.
-        size = getattr(parameter, "ds_numel", parameter.numel())
-        per_token += size * (6 if parameter.requires_grad else 4) * (share if routed else 1.0)
+        per_token += whole_numel(parameter) * (6 if parameter.requires_grad else 4) * (share if routed else 1.0)
     attention = _attention_layers(config)
     return None if attention is None else ModelFlops(per_token, attention)
 

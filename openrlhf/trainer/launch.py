@@ -142,7 +142,7 @@ class ModelLauncher:
             ref, _ = self._start("ref", self._spec("ref", path, offload=config.ref.offload))
         if "critic" in self._places:
             critic, _ = self._start("critic", self._critic_spec(sum(updates), pad_token_id))
-        return Models(actor, ref, critic), ranks
+        return Models(actor, ref, critic, config.reference_below_adapters), ranks
 
     def start_reward_models(self, policy_tokenizer: Any) -> list[RewardModel]:
         """Loads the reward models."""

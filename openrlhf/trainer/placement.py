@@ -80,9 +80,11 @@ class Place:
 
 
 def role_sizes(config: PPOConfig) -> dict[str, int]:
-    """Returns: workers of every role that this run starts; no reference model where the KL coefficient is 0."""
+    """Returns: workers of every role that this run starts; no reference model where the KL coefficient is 0, or where
+    the actor is one with its adapters off.
+    """
     sizes = {"actor": config.actor.world_size}
-    if config.algo.kl.enabled:
+    if config.algo.kl.enabled and not config.reference_below_adapters:
         sizes["ref"] = config.ref.world_size
     if config.has_critic:
         sizes["critic"] = config.critic.world_size

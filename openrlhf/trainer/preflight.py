@@ -12,9 +12,32 @@ from openrlhf.config.parse import print_note
 from openrlhf.data.templates import encode, render_prompt, require_chat_template
 from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
 from openrlhf.models.value_head import HeadSpec, find_head, prepare_head
+from openrlhf.trainer.dry_run_parts import model_facts
 
 
 def run(config: SFTConfig | RMConfig | DPOConfig | PPOConfig) -> None:
+    """Reads configs, tokenizers and scalar heads of the models, no other weights, and finds the layers for adapters.
+
+    Raises: ConfigError, as ``_check_models`` does, and where --ds.lora.target_modules do not fit a model.
+    """
+    _check_models(config)
+    if config.ds.lora.rank > 0:
+        _check_adapters(config)
+
+
+def _check_adapters(config: SFTConfig | RMConfig | DPOConfig | PPOConfig) -> None:
+    from openrlhf.trainer.launch import critic_source
+
+    rl = isinstance(config, PPOConfig)
+    path = config.actor.model_name_or_path if rl else config.model.model_name_or_path
+    models = [(path, isinstance(config, RMConfig))]
+    if rl and config.has_critic:
+        models.append((critic_source(config)[0], True))
+    for path, scalar in models:
+        model_facts(path, config.trust_remote_code, scalar=scalar, trained=config.ds)
+
+
+def _check_models(config: SFTConfig | RMConfig | DPOConfig | PPOConfig) -> None:
     """Reads configs, tokenizers and scalar heads of the models, no other weights.
 
     Raises:

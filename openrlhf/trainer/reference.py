@@ -41,12 +41,16 @@ def reference_flag(config: DPOConfig) -> str:
 
 
 class ReferenceModel:
-    """A frozen model; every method is a collective."""
+    """A frozen model, or the one below the adapters of a model that is trained; every method is a collective."""
 
-    def __init__(self, backend: DeepSpeedBackend, *, offload: bool = False) -> None:
-        """Args: ``offload``: it stays in host memory but for the time that it is ``at_hand``."""
+    def __init__(self, backend: DeepSpeedBackend, *, offload: bool = False, below_adapters: bool = False) -> None:
+        """Args:
+        offload: it stays in host memory but for the time that it is ``at_hand``.
+        below_adapters: ``backend`` is the model that is trained.
+        """
         self.backend = backend
         self._offload = offload
+        self._below_adapters = below_adapters
         if offload:
             backend.offload()
 
@@ -77,8 +81,14 @@ class ReferenceModel:
     def sums(self, batch: PackedBatch) -> torch.Tensor:
         """Returns: float64 [N], the log-probs of each row's response, summed, on the model's device."""
         batch = batch.to(self.backend.device)
-        sums, _ = response_sums(self.backend.forward(batch).logprobs, batch.action_mask, batch.cu_seqlens)
+        scores = self.backend.forward(batch, adapters=not self._below_adapters)
+        sums, _ = response_sums(scores.logprobs, batch.action_mask, batch.cu_seqlens)
         return sums
+
+    def release(self) -> None:
+        """Gives up its memory, where it has any of its own. Nothing may be asked of it afterwards."""
+        if not self._below_adapters:
+            self.backend.release()
 
 
 def score_pairs(
@@ -177,12 +187,17 @@ class Store:
 
 
 def precomputed(
-    config: DPOConfig, parts: Mapping[str, PreferenceDataset], *, pad_token_id: int, device: str
+    config: DPOConfig,
+    parts: Mapping[str, PreferenceDataset],
+    load: Callable[[list[PreferenceDataset]], ReferenceModel],
+    *,
+    pad_token_id: int,
 ) -> dict[str, torch.Tensor]:
     """Log-probs of the reference for all data; the model is gone again when this returns. Collective.
 
     Args:
         parts: data by name.
+        load: makes the reference for some of them, where it has to be asked.
 
     Returns: by name, float64 [pairs, 2].
 
@@ -204,11 +219,11 @@ def precomputed(
             print(f"reference log-probs of the {name} data: {how}", flush=True)
     if not missing:
         return tables
-    reference = ReferenceModel.load(config, [parts[name] for name in missing], device)
+    reference = load([parts[name] for name in missing])
     size = config.train.micro_batch_size
     for name in missing:
         tables[name] = score_pairs(reference, parts[name], micro_batch_size=size, pad_token_id=pad_token_id, what=name)
-    reference.backend.release()
+    reference.release()
     _on_rank_0(f"writing {store.file}", lambda: store.write(tables, marks))
     return tables
 
@@ -227,7 +242,9 @@ def _on_rank_0(what: str, action: Callable[[], Any]) -> Any:
 
 def mark_of(config: DPOConfig, data: PreferenceDataset) -> str:
     """What the log-probs of ``data`` follow from, as one word: model, dtype, tokens, and which are responses."""
-    digest = sha256(f"{reference_path(config)} {config.ds.param_dtype} {len(data)}".encode())
+    packed = config.reference_below_adapters and config.ds.load_in_4bit
+    dtype = f"{config.ds.param_dtype} over nf4" if packed else config.ds.param_dtype
+    digest = sha256(f"{reference_path(config)} {dtype} {len(data)}".encode())
     for record in data:
         for tokens, mask in ((record.chosen, record.chosen_mask), (record.rejected, record.rejected_mask)):
             digest.update(np.asarray([len(tokens), *tokens], dtype=np.int64).tobytes())

@@ -102,12 +102,11 @@ def on_policy_samples(config: PPOConfig) -> int:
 
     With one optimizer step its own forward is that of the old policy, and nothing of the loss but the ratio reads them.
     What is read before the update needs the pass: a KL in the reward, a coefficient that adapts to the KL, a KL to be
-    measured while the actor is frozen, and a rollout correction. Dropout of adapters makes two forwards differ.
+    measured while the actor is frozen, and a rollout correction.
     """
-    algo, kl, lora = config.algo, config.algo.kl, config.ds.lora
+    algo, kl = config.algo, config.algo.kl
     kl_before = kl.enabled and (not kl.use_loss or kl.target is not None or frozen_steps(config) > 0)
-    dropout = lora.rank > 0 and lora.dropout > 0
-    if config.train.max_epochs > 1 or kl_before or algo.advantage.is_correction_enable or dropout:
+    if config.train.max_epochs > 1 or kl_before or algo.advantage.is_correction_enable:
         return 0
     return config.train.batch_size
 
@@ -187,7 +186,8 @@ def _fixed_settings(config: PPOConfig, num_prompts: int) -> dict[str, Any]:
         "--rollout.batch_size": rollout.batch_size,
         "--rollout.n_samples_per_prompt": rollout.n_samples_per_prompt,
         "--actor.model_name_or_path": config.actor.model_name_or_path,
-    } | _fixed_optimizer("actor", config.actor.optimizer)
+    }
+    fixed |= _fixed_optimizer("actor", config.actor.optimizer) | config.ds.adapter_flags
     if config.has_critic:
         fixed |= _fixed_optimizer("critic", config.critic.optimizer)
         fixed["--critic.freezing_steps"] = frozen_steps(config)

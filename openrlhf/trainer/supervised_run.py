@@ -184,10 +184,14 @@ def loop_settings(config: SupervisedConfig) -> LoopSettings:
 
 def fixed_settings(config: SupervisedConfig) -> dict[str, Any]:
     """Returns: by flag, what a resumed run must share with the one that it goes on from."""
-    return {
-        "--train.batch_size": config.train.batch_size,
-        "--train.max_epochs": config.train.max_epochs,
-    } | config.optimizer.fixed("")
+    return (
+        {
+            "--train.batch_size": config.train.batch_size,
+            "--train.max_epochs": config.train.max_epochs,
+        }
+        | config.optimizer.fixed("")
+        | config.ds.adapter_flags
+    )
 
 
 def training_rows(config: SupervisedConfig) -> Rows:

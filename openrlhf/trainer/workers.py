@@ -138,11 +138,15 @@ class TrainWorker:
         gpu = gpu_uuid() if spec.device == "cuda" else None
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "gpu": gpu}
 
-    def logprobs(self, micro_batches: list[PackedBatch], temperature: float) -> list[torch.Tensor]:
-        """Returns: float32 [T] of each micro-batch, on the CPU."""
-        return self._answers(
-            micro_batches, lambda batch: self._backend.forward(batch, temperature=temperature).logprobs
-        )
+    def logprobs(
+        self, micro_batches: list[PackedBatch], temperature: float, adapters: bool = True
+    ) -> list[torch.Tensor]:
+        """Returns: float32 [T] of each micro-batch, on the CPU; see ``Backend.forward``."""
+
+        def ask(batch: PackedBatch) -> torch.Tensor:
+            return self._backend.forward(batch, temperature=temperature, adapters=adapters).logprobs
+
+        return self._answers(micro_batches, ask)
 
     def values(self, micro_batches: list[PackedBatch]) -> list[torch.Tensor]:
         """Returns: float32 [T] of each micro-batch, the value of the state before each token."""
@@ -305,9 +309,14 @@ class WorkerGroup:
         master = self.call_first("address", timeout=timeout)
         return self.call("setup", spec, master, timeout=timeout)
 
-    def logprobs(self, batch: PackedBatch, dealt: Dealt, temperature: float, timeout: float) -> torch.Tensor:
-        """Returns: float32 [T], log-probs of every token of ``batch``, computed in the shares ``dealt`` of all rows."""
-        return self._per_token("logprobs", batch, dealt, timeout, temperature)
+    def logprobs(
+        self, batch: PackedBatch, dealt: Dealt, temperature: float, timeout: float, *, adapters: bool = True
+    ) -> torch.Tensor:
+        """Returns: float32 [T], log-probs of every token of ``batch``, computed in the shares ``dealt`` of all rows.
+
+        Args: ``adapters``: False asks the model below the group's adapters.
+        """
+        return self._per_token("logprobs", batch, dealt, timeout, temperature, adapters)
 
     def values(self, batch: PackedBatch, dealt: Dealt, timeout: float) -> torch.Tensor:
         """Returns: float32 [T], the value of the state before every token of ``batch``."""

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from openrlhf.config import DeepSpeedConfig
+from openrlhf.config import DeepSpeedConfig, LoraConfig
 from tests.gpu.gpu_process import on_gpu, train_backend, train_plainly
-from tests.integration.backend_worker import LR, OPTIMIZER, STEPS, plain_training
+from tests.integration.backend_worker import LR, OPTIMIZER, STEPS, micro_batches, plain_training
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -91,3 +91,34 @@ def test_compiled_layers_take_the_steps_of_a_plain_loop(model: Path) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=5e-3)
     assert found["norms"] == pytest.approx(expected["norms"], rel=3e-2)
     assert _furthest(found, expected) <= 2 * LR
+
+
+def _sleep_with_adapters(folder: Path) -> None:
+    from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
+    from openrlhf.backends.distributed import init_distributed
+
+    init_distributed("cuda", timeout_s=120)
+    batch = micro_batches(9)[0]
+    for stage, dtype in ((0, "fp32"), (2, "bf16")):
+        backend = DeepSpeedBackend.for_training(
+            folder,
+            ds=DeepSpeedConfig(zero_stage=stage, param_dtype=dtype, lora=LoraConfig(rank=4)),
+            optimizer=OPTIMIZER,
+            total_steps=STEPS,
+            device="cuda",
+        )
+        train_backend(backend)
+        with torch.no_grad():
+            said = [backend.forward(batch, adapters=adapters).logprobs.cpu() for adapters in (True, False)]
+        backend.offload()
+        assert {item.device.type for item in backend.module.parameters() if not item.requires_grad} == {"cpu"}
+        backend.reload()
+        assert {item.device.type for item in backend.module.parameters()} == {"cuda"}
+        with torch.no_grad():
+            again = [backend.forward(batch, adapters=adapters).logprobs.cpu() for adapters in (True, False)]
+        assert all(torch.equal(first, second) for first, second in zip(said, again, strict=True))
+        assert not torch.equal(*said)
+
+
+def test_weights_below_adapters_leave_the_card_and_come_back(model: Path) -> None:
+    on_gpu(_sleep_with_adapters, model)

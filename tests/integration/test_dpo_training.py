@@ -8,6 +8,7 @@ import io
 import math
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_does_not_need_its_reference_again
 def _give_the_reference_up(folder: Path, inputs: dict[str, Path]) -> None:
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.trainer import dpo
-    from openrlhf.trainer.reference import precomputed
+    from openrlhf.trainer.reference import ReferenceModel, precomputed
     from openrlhf.trainer.supervised_run import load_data
 
     for stage in (0, 2, 3):
@@ -163,7 +164,8 @@ def _give_the_reference_up(folder: Path, inputs: dict[str, Path]) -> None:
         tokenizer = load_tokenizer(config.model.model_name_or_path)
         data, _ = load_data(config, dpo.tokenise, tokenizer)
         before = _live_elements()
-        tables = precomputed(config, {"training": data}, pad_token_id=tokenizer.pad_token_id, device="cpu")
+        load = partial(ReferenceModel.load, config, device="cpu")
+        tables = precomputed(config, {"training": data}, load, pad_token_id=tokenizer.pad_token_id)
         assert tables["training"].shape == (len(data), 2)
         # A model of this kind has some 300,000.
         assert _live_elements() - before < 1000, stage

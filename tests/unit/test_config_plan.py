@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +44,13 @@ def train(facts=SMALL, *, ranks=2, tokens=8, checkpointing=False, **ds):
 def test_each_stage_shards_one_part_more(stage, dtype, weights, gradients, optimizer):
     parts = train(zero_stage=stage, param_dtype=dtype)
     assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (weights, gradients, optimizer)
+
+
+def test_adapters_alone_have_gradients_and_an_optimizer_over_weights_that_may_be_in_four_bits():
+    parts = train(replace(SMALL, adapters=40), zero_stage=2)
+    assert (parts["weights"], parts["gradients"], parts["optimizer"]) == (2080, 80, 240)
+    packed = train(replace(SMALL, adapters=40, packed=800), zero_stage=2)
+    assert packed["weights"] == pytest.approx(2 * 240 + 800 * 4.127 / 8) and packed["optimizer"] == 240
 
 
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing():
@@ -163,6 +173,24 @@ def test_plan_of_sft_says_what_an_epoch_is(here, capsys):
     assert "updates an epoch 7 of 14 to 15 rows" in lines
     assert "updates in all 14" in lines
     assert "eval.dataset rows.jsonl: 100 rows" in lines
+
+
+def test_plan_with_adapters_says_what_is_trained_written_and_asked(here, capsys):
+    adapters = ["--ds.lora.rank", "4", "--ds.load_in_4bit", "--ds.param_dtype", "bf16", "--dry_run"]
+    run_command("train_sft", None, words(SFT, *adapters))
+    lines = lines_of(capsys.readouterr().out)
+    assert any(re.fullmatch(r"trained \S+ parameters of adapters of rank 4, over weights in nf4", x) for x in lines)
+    assert any(line.startswith("adapter (merge it with openrlhf lora_combiner), metrics ") for line in lines)
+
+    pairs = "".join('{"q": "1 + 1", "chosen": "2", "rejected": "3"}\n' for _ in range(300))
+    Path("pairs.jsonl").write_text(pairs)
+    dpo = {**SFT, "--data.dataset": "pairs.jsonl", "--data.prompt_key": "q"}
+    dpo.pop("--data.output_key", None)
+    dpo.pop("--data.input_key", None)
+    run_command("train_dpo", None, words(dpo, *adapters))
+    lines = lines_of(capsys.readouterr().out)
+    assert "kind the trained model with its adapters off: no memory of its own" in lines
+    assert "reference" in lines and "model" in lines and "model reference" not in lines
 
 
 def test_plan_is_printed_by_one_rank(here, capsys, monkeypatch):

@@ -39,7 +39,7 @@ def words_for(model: Path, folder: Path, content: str) -> list[str]:
         (GOOD, ["--model.label_smoothing", "0.5"], ["--model.label_smoothing must be at least 0 and below 0.5"]),
         (GOOD, ["--model.simpo_gamma", "-1"], ["--model.simpo_gamma must be 0 or more"]),
         (GOOD, ["--ref.model_name_or_path", "./nowhere"], ["--ref.model_name_or_path ./nowhere is not a model folder"]),
-        (GOOD, ["--ds.lora.rank", "8"], ["--ds.lora.rank asks for LoRA, which is not built yet"]),
+        (GOOD, ["--ds.lora.rank", "8", "--ds.lora.target_modules", "q"], ["--ds.lora.target_modules q: no module"]),
         (GOOD, ["--data.chosen_key", "rejected"], ["--data.chosen_key", "--data.rejected_key"]),
     ],
 )

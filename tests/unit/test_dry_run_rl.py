@@ -224,6 +224,17 @@ def test_a_scalar_head_takes_the_place_of_the_one_that_gives_logits(here: Path) 
     assert headed.parameters == plain.parameters + 64
 
 
+def test_a_plan_with_adapters_has_no_reference_model_and_says_what_is_trained_and_written(here: Path) -> None:
+    lines = lines_of("--reward.remote_url", "reward.py", "--ds.lora.rank", "4", "--ckpt.output_dir", "out")
+    trained = 2 * 4 * (64 + 64 + 2 * (64 + 32) + 64 + 64 + 3 * (64 + 128))
+    assert f"trained {trained / 1e3:.2f}k parameters of adapters of rank 4, over frozen weights" in lines
+    assert any(re.match(r"critic .* a new scalar head, .* adapters of rank 4, over frozen weights", x) for x in lines)
+    assert "reference the actor with its adapters off" in lines and "actor critic engine" in lines
+    assert any(re.match(r"adapter \(merge it with openrlhf lora_combiner\), metrics \S+/out", line) for line in lines)
+    plain = memory_of("--reward.model_name_or_path", "judge")
+    assert plain.keys() - memory_of("--reward.model_name_or_path", "judge", "--ds.lora.rank", "4").keys() == {"ref"}
+
+
 def test_groups_that_share_places_are_counted_once(here: Path) -> None:
     def placed(*flags: str) -> dict[str, str]:
         section: Any = next(rows for name, rows in rl_plan(config_of(*flags)).sections if name == "placement")

@@ -138,9 +138,11 @@ class ScoringGroup:
         self.value = value
         self.asked: list[set[str]] = []
 
-    def logprobs(self, batch: Any, dealt: Any, temperature: float, timeout: float) -> torch.Tensor:
+    def logprobs(
+        self, batch: Any, dealt: Any, temperature: float, timeout: float, *, adapters: bool = True
+    ) -> torch.Tensor:
         self.asked.append(set(batch.token_fields))
-        return torch.full((batch.tokens.numel(),), self.value)
+        return torch.full((batch.tokens.numel(),), self.value if adapters else self.value - 1)
 
 
 @pytest.mark.parametrize(("samples", "passes"), [(2, 0), (3, 1)])
@@ -157,6 +159,17 @@ def test_the_policy_is_asked_for_old_log_probs_only_where_one_update_does_not_gi
     assert len(actor.asked) == passes and len(ref.asked) == 1
     fields = experience.batch.token_fields
     assert ("old_logprobs" in fields) == bool(passes) and fields["ref_logprobs"].eq(-2.0).all()
+
+
+def test_the_actor_answers_for_the_reference_with_its_adapters_off() -> None:
+    controller, _ = controller_of()
+    actor = ScoringGroup(-1.0)
+    controller._models = Models(actor, reference_below_adapters=True)  # type: ignore[arg-type]
+    experience = build_experience([Trajectory(0, 0, "p", None, [Segment([1, 2, 3], [(1, 3)])], reward=1.0)])
+    controller._add_scores(experience)
+    fields = experience.batch.token_fields
+    assert fields["old_logprobs"].eq(-1.0).all() and fields["ref_logprobs"].eq(-2.0).all()
+    assert len(actor.asked) == 2 and controller._models.groups == [actor]
 
 
 class MeasuredGroup:

@@ -242,7 +242,6 @@ def test_old_log_probs_are_left_to_the_update_where_nothing_reads_them_before_it
         (*NO_KL, "--algo.advantage.is_correction_enable"),
         (*KL_IN_LOSS, "--algo.kl.target", "0.1"),
         (*KL_IN_LOSS, "--critic.freezing_steps", "2"),
-        (*NO_KL, "--ds.lora.rank", "8", "--ds.lora.dropout", "0.1"),
     ],
     ids=str,
 )
