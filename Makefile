@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 OUTPUT ?= outputs/quickstart
+# Test files that run at one time; each may take 6 GB and has processes of its own.
+JOBS ?= 2
 
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)
@@ -51,11 +53,11 @@ $(EXTRAS_STAMP): requirements/extras.txt | install
 	@touch $@
 
 test: install $(EXTRAS_STAMP)
-	$(PYTEST) tests/unit tests/integration
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit tests/integration
 	PYTHONPATH=$(CURDIR)/$(EXTRAS) $(PYTEST) tests/extras
 
 test-fast: install
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) -n $(JOBS) --dist loadfile tests/unit -m "not slow"
 
 # A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
 test-gpu:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from openrlhf.config import ConfigError, LoraConfig
-from openrlhf.models.four_bit import is_four_bit
 from openrlhf.models.value_head import HeadSpec
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model
@@ -139,7 +138,7 @@ def test_adapters_take_the_steps_of_plain_peft_and_so_do_their_average_and_the_m
 
 
 def _stop_and_resume(folders: dict[str, Path], out: Path) -> None:
-    cases: list[tuple[int, dict[str, Any]]] = [(0, {}), (2, {"dtype": "bf16"}), (3, {}), (2, {"load_in_4bit": True})]
+    cases: list[tuple[int, dict[str, Any]]] = [(0, {}), (2, {"dtype": "bf16"}), (3, {})]
     for number, (stage, options) in enumerate(cases):
         state = out / str(number) / "global_step2"
         whole = _make(folders["policy"], stage, ema=True, **options)
@@ -165,26 +164,6 @@ def test_a_run_with_adapters_resumes_bit_for_bit_over_the_weights_that_it_left_o
     models: dict[str, Path], tmp_path: Path, ranks: int
 ) -> None:
     worker.run_ranks(_stop_and_resume, ranks, models, tmp_path)
-
-
-def _over_four_bits(folder: Path) -> None:
-    for stage, dtype in ((2, "bf16"), (0, "fp32")):
-        backend = _make(folder, stage, dtype=dtype, load_in_4bit=True)
-        packed = {name: item for name, item in backend.module.named_parameters() if is_four_bit(item)}
-        assert len(packed) == 14
-        frozen = {name: item.clone() for name, item in backend.module.named_parameters() if not item.requires_grad}
-        before = worker.full_weights(backend)
-        found = worker.train_with_backend(backend, STEPS)
-        assert found["losses"][-1] < found["losses"][0] + 0.1 and backend.unmoved_parameters() == []
-        now = dict(backend.module.named_parameters())
-        assert all(torch.equal(now[name], item) for name, item in frozen.items())
-        after = worker.full_weights(backend)
-        moved = {name for name in after if not torch.equal(after[name], before[name])}
-        assert moved == {name.replace(".base_layer", "") for name in packed}
-
-
-def test_steps_over_four_bit_weights_move_the_adapters_and_not_a_bit_below_them(models: dict[str, Path]) -> None:
-    worker.run_ranks(_over_four_bits, 2, models["policy"])
 
 
 def _ask_below(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
+import importlib.util
 import logging
 import threading
 import time
@@ -27,3 +29,14 @@ def threads_that_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
         gc.collect()
         time.sleep(0.02)
     assert not left
+
+
+@pytest.fixture
+def bitsandbytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For checks of flags alone: the package itself is there for tests/extras only."""
+    find = importlib.util.find_spec
+    spec = importlib.machinery.ModuleSpec("bitsandbytes", None)
+    monkeypatch.setattr(
+        "openrlhf.config.checks_system.find_spec",
+        lambda name, *rest: spec if name == "bitsandbytes" else find(name, *rest),
+    )

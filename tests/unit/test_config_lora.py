@@ -14,7 +14,7 @@ LORA = ["--ds.lora.rank", "8"]
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path, monkeypatch):
+def files(tmp_path, monkeypatch, bitsandbytes_is_found):
     make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
 

@@ -175,7 +175,7 @@ def test_plan_of_sft_says_what_an_epoch_is(here, capsys):
     assert "eval.dataset rows.jsonl: 100 rows" in lines
 
 
-def test_plan_with_adapters_says_what_is_trained_written_and_asked(here, capsys):
+def test_plan_with_adapters_says_what_is_trained_written_and_asked(here, capsys, bitsandbytes_is_found):
     adapters = ["--ds.lora.rank", "4", "--ds.load_in_4bit", "--ds.param_dtype", "bf16", "--dry_run"]
     run_command("train_sft", None, words(SFT, *adapters))
     lines = lines_of(capsys.readouterr().out)

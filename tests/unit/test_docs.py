@@ -187,6 +187,7 @@ def test_the_readmes_commands_are_all_found() -> None:
     assert [command for command, _ in commands()] == ["train_sft"] * 2 + others + ["train_ppo_ray"] * 9
 
 
+@pytest.mark.usefixtures("bitsandbytes_is_found")
 @pytest.mark.parametrize(("command", "words"), commands())
 def test_a_command_of_the_readme_is_accepted(command: str, words: list[str], reader: Path) -> None:
     if words[-1] != "...":

@@ -6,7 +6,6 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from openrlhf.config import ConfigError, LoraConfig
-from openrlhf.data.packed_batch import PackedBatch, pack_rows
 from openrlhf.models.adapters import (
     ADAPTER_WEIGHTS,
     NAME,
@@ -31,12 +29,9 @@ from openrlhf.models.adapters import (
     target_modules,
 )
 from openrlhf.models.forward import last_token_scores, score_tokens, score_values
-from openrlhf.models.four_bit import is_four_bit, whole_numel
-from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.value_head import HeadSpec
+from tests.adapter_models import LORA, TOKENS, load, logits, merged, moved, ragged_batch, trained
 from tests.tiny_models import make_tiny_model
-
-LORA = LoraConfig(rank=4, alpha=8)
 
 
 @pytest.fixture(scope="module")
@@ -46,42 +41,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": make_tiny_model(folder / "tied", "qwen2"),
         "untied": make_tiny_model(folder / "untied", "qwen3", tie=False),
     }
-
-
-def load(folder: Path, lora: LoraConfig | None = LORA, **options: Any) -> Any:
-    dtype = options.pop("dtype", torch.float32)
-    return load_causal_lm(folder, dtype=dtype, device="cpu", lora=lora, **options).eval()
-
-
-def moved(model: Any) -> Any:
-    """The same model, with adapters that change what it says."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for layer in adapter_layers(model).values():
-            weight = layer.lora_B[NAME].weight
-            weight.copy_(0.05 * torch.randn(weight.shape, generator=generator))
-    return model
-
-
-def trained(model: Any) -> dict[str, torch.Tensor]:
-    return {name: item.detach() for name, item in model.named_parameters() if item.requires_grad}
-
-
-def merged(model: Any) -> dict[str, torch.Tensor]:
-    return {weight.name: weight.tensor() for weight in plain_weights(model)}
-
-
-def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=tokens[None], use_cache=False).logits
-
-
-TOKENS = torch.arange(3, 20)
-
-
-def ragged_batch() -> PackedBatch:
-    rows = [torch.arange(3, 3 + length) * 7 % 500 + 3 for length in (5, 17, 2)]
-    return pack_rows(rows, [torch.arange(row.numel()) > 0 for row in rows])
 
 
 def test_adapters_change_nothing_at_first_and_are_all_that_can_be_trained(folders: dict[str, Path]) -> None:
@@ -227,36 +186,3 @@ def test_dropout_of_adapters_is_drawn_in_training_alone_and_the_models_own_is_of
     assert torch.equal(logits(model, TOKENS), logits(model, TOKENS))
     model.train()
     assert not torch.allclose(logits(model, TOKENS), logits(model, TOKENS))
-
-
-@pytest.fixture(scope="module")
-def four_bit(folders: dict[str, Path]) -> Any:
-    return moved(load(folders["tied"], load_in_4bit=True))
-
-
-def test_four_bit_loading_packs_the_linear_layers_and_leaves_heads_and_adapters_as_they_are(four_bit: Any) -> None:
-    packed = [name for name, item in four_bit.named_parameters() if is_four_bit(item)]
-    assert len(packed) == 14 and all(name.endswith("_proj.base_layer.weight") for name in packed)
-    assert four_bit.lm_head.weight is four_bit.model.embed_tokens.weight
-    assert {tensor.dtype for tensor in trained(four_bit).values()} == {torch.float32}
-    assert whole_numel(four_bit.get_parameter(packed[0])) == 64 * 64
-
-
-def test_merged_weights_over_four_bits_make_the_model_with_adapters(four_bit: Any, folders: dict[str, Path]) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(folders["tied"], dtype=torch.float32)
-    weights = merged(four_bit)
-    assert {name: tensor.shape for name, tensor in weights.items()} == {
-        name: item.shape for name, item in plain.named_parameters()
-    }
-    plain.load_state_dict(weights, strict=False)
-    assert (logits(plain, TOKENS) - logits(four_bit, TOKENS)).abs().max() < 1e-4
-
-
-def test_four_bit_weights_answer_alike_with_and_without_a_gradient(four_bit: Any) -> None:
-    batch = ragged_batch()
-    with torch.no_grad():
-        scored = score_tokens(four_bit, batch).logprobs
-    loss = score_tokens(four_bit, batch).logprobs
-    assert (loss - scored).abs().max() < 1e-6
-    loss.sum().backward()
-    assert all(item.grad.isfinite().all() and item.grad.any() for item in four_bit.parameters() if item.requires_grad)
