@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole way on a laptop, with public commands and tiny models, in some minutes: supervised fine-tuning, a reward
-# model, its server, PPO with a critic against that server, and questions to what came out.
+# model, its server, PPO of adapters with a critic against that server, the merged model, and a question to it.
 #
 #   pipeline_cpu.sh
 #
@@ -58,7 +58,7 @@ python3 -m openrlhf.cli.serve_rm \
 server=$!
 trap 'kill "$server" 2> /dev/null || true' EXIT
 
-echo "== 4. PPO with a critic; rewards come from the server"
+echo "== 4. PPO with a critic, both with LoRA; rewards come from the server"
 python3 -m openrlhf.cli.train_ppo_ray "${common[@]}" \
    --actor.model_name_or_path "$policy" \
    --critic.model_name_or_path "$output/rm" \
@@ -73,18 +73,25 @@ python3 -m openrlhf.cli.train_ppo_ray "${common[@]}" \
    --train.micro_batch_size 16 \
    --train.colocate_all \
    --actor.num_gpus_per_node 1 \
-   --ref.num_gpus_per_node 1 \
    --critic.num_gpus_per_node 1 \
    --vllm.num_engines 1 \
    --algo.advantage.estimator gae \
    --algo.kl.init_coef 0.01 \
-   --actor.adam.lr 3e-4 \
+   --ds.lora.rank 8 \
+   --actor.adam.lr 1e-3 \
    --critic.adam.lr 1e-3 \
    --ckpt.output_dir "$output/ppo" \
    --ckpt.path "$output/ppo_states"
 
-echo "== 5. what the trained policy answers, and what the server says of it"
-python3 - "$output/ppo" "$url" <<'EOF'
+echo "== 5. the adapters and the model below them become one"
+python3 -m openrlhf.cli.lora_combiner \
+   --model_path "$policy" \
+   --lora_path "$output/ppo" \
+   --output_path "$output/merged" \
+   --ds.param_dtype fp32
+
+echo "== 6. what the trained policy answers, and what the server says of it"
+python3 - "$output/merged" "$url" <<'EOF'
 import json
 import sys
 import urllib.request

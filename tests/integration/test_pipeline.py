@@ -1,4 +1,4 @@
-"""Fine-tuning, a reward model, its server and PPO against it, one after the other with public commands."""
+"""Fine-tuning, a reward model, its server, PPO of adapters against it and merging, all with public commands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.tracking.jsonl import read_jsonl
@@ -49,7 +50,10 @@ def test_the_whole_way_runs_with_public_commands_and_the_judge_tells_sums_from_l
         assert line["actor/updates"] == line["critic/updates"] == 1
     assert ppo[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
     judge = AutoModelForSequenceClassification.from_pretrained(out / "rm")
-    assert judge.config.std > 0 and AutoTokenizer.from_pretrained(out / "ppo").chat_template
+    assert judge.config.std > 0 and AutoTokenizer.from_pretrained(out / "merged").chat_template
+    before, after = (load_file(out / name / "model.safetensors") for name in ("sft", "merged"))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert before.keys() == after.keys() and changed and all(name.endswith("_proj.weight") for name in changed)
     answers = [float(reward) for reward in re.findall(r"07\+35= .* reward (-?\d+\.\d+)", printed)]
     assert len(answers) == 3 and answers[1] > answers[2]
     with pytest.raises(ConnectionRefusedError):
