@@ -127,9 +127,10 @@ class IpcSender:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the sender and the workers of all engines meet.
+    """Where the sender and the workers of all engines meet: a store that stands already.
 
     Attributes:
+        address, port: of the store.
         backend: "nccl" or "gloo".
         world_size: the sender, which is rank 0, and all workers.
         timeout: seconds that one broadcast may take.
@@ -149,8 +150,7 @@ class WeightGroup:
         """Meets the others; collective over all ``world_size`` processes."""
         timeout = timedelta(seconds=place.timeout)
         self._store = dist.TCPStore(
-            place.address, place.port, place.world_size, is_master=rank == _SENDER_RANK, timeout=timeout,
-            wait_for_workers=False,
+            place.address, place.port, place.world_size, is_master=False, timeout=timeout, wait_for_workers=False,
         )  # fmt: skip
         store = dist.PrefixStore("openrlhf-weights", self._store)
         if place.backend == "nccl":

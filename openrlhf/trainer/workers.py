@@ -77,6 +77,7 @@ class TrainWorker:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
+        self._meeting_places: list[TCPStore] = []
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
@@ -84,11 +85,11 @@ class TrainWorker:
         threading.Event().wait()
 
     def address(self) -> tuple[str, int]:
-        """Opens the store where the ranks meet, on a port that the system chose. Returns: its address and port."""
+        """Opens a store where processes can meet, on a port that the system chose. Returns: its address and port."""
         host = ray.util.get_node_ip_address()
-        # Held from here on: a port that was only looked for could be another process's when the ranks come.
-        self._meeting_place = TCPStore(host, 0, self._world_size, is_master=True, wait_for_workers=False)
-        return host, self._meeting_place.port
+        # Held from here on: a port that was only looked for could be another process's when the others come.
+        self._meeting_places.append(TCPStore(host, 0, is_master=True, wait_for_workers=False))
+        return host, self._meeting_places[-1].port
 
     def setup(self, spec: ModelSpec, master: tuple[str, int]) -> dict[str, Any]:
         """Joins the other ranks and loads the model. Returns: process id, node and GPU."""

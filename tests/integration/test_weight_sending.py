@@ -13,7 +13,7 @@ import torch
 from openrlhf.rollout.sending import send_weights
 from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, WeightGroup
 from openrlhf.utils.errors import RunError
-from tests.ports import free_port
+from tests.ports import open_store
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -58,7 +58,8 @@ def broadcast_to(*faults: str | None, timeout: float) -> int:
     """Sends a model to engines with these faults over gloo, whose own patience is far longer than ``timeout``."""
     remote = ray.remote(num_cpus=0)(Engine)
     engines: dict[str, Any] = {f"rollout engine {n}": remote.remote(fault) for n, fault in enumerate(faults)}
-    place = Rendezvous("127.0.0.1", free_port(), "gloo", 1 + len(engines), 150.0)
+    store = open_store()
+    place = Rendezvous("127.0.0.1", store.port, "gloo", 1 + len(engines), 150.0)
     joins = [engine.join.remote(place, rank) for rank, engine in enumerate(engines.values(), 1)]
     sender = BroadcastSender(WeightGroup(place, 0, torch.device("cpu")))
     ray.get(joins, timeout=60)

@@ -18,7 +18,7 @@ from openrlhf.rollout.integrity import _GPU_CHUNK, checksum, packed_checksums
 from openrlhf.rollout.packing import Layout, pack, unpack
 from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, SharedMemorySender, WeightGroup
 from openrlhf.trainer.weight_sync import Site, choose_transport
-from tests.ports import free_port
+from tests.ports import open_store
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -108,7 +108,8 @@ def receive(place: Rendezvous, rank: int, offers: Any, answers: Any) -> None:
 
 def test_one_sender_reaches_the_workers_of_several_engines_over_gloo() -> None:
     context = multiprocessing.get_context("spawn")
-    place = Rendezvous("127.0.0.1", free_port(), "gloo", 3, 60.0)
+    store = open_store()
+    place = Rendezvous("127.0.0.1", store.port, "gloo", 3, 60.0)
     answers, offers = context.Queue(), [context.Queue(), context.Queue()]
     workers = [
         context.Process(target=receive, args=(place, rank, offers[rank - 1], answers), daemon=True) for rank in (1, 2)
@@ -134,9 +135,9 @@ def test_one_sender_reaches_the_workers_of_several_engines_over_gloo() -> None:
 
 
 def test_a_sender_whom_nobody_meets_gives_up() -> None:
-    start = time.monotonic()
+    start, store = time.monotonic(), open_store()
     with pytest.raises(RuntimeError):
-        WeightGroup(Rendezvous("127.0.0.1", free_port(), "gloo", 2, 1.0), 0, torch.device("cpu"))
+        WeightGroup(Rendezvous("127.0.0.1", store.port, "gloo", 2, 1.0), 0, torch.device("cpu"))
     assert time.monotonic() - start < 60
 
 
