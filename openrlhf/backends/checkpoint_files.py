@@ -193,7 +193,13 @@ def _refuse_other_layout(folder: Path, written: dict[str, Any], running: dict[st
                 "resume with the --ds flags of the run that wrote it, or start anew from an exported model"
             )
     there, here = written.get("base"), running["base"]
-    if None not in (there, here) and not same_base(there, here):
+    if (there is None) != (here is None):
+        found, wanted = ("the whole model", "adapters") if there is None else ("adapters", "the whole model")
+        raise ConfigError(
+            f"the checkpoint {folder} holds {found} and this run trains {wanted}: resume with the --ds.lora.rank of "
+            "the run that wrote it, or start anew"
+        )
+    if there is not None and not same_base(there, here):
         raise ConfigError(
             f"the checkpoint {folder} holds adapters of another model: the weights below them are not those of this "
             "run; resume with the model of the run that wrote it"

@@ -81,6 +81,15 @@ def shutdown_distributed() -> None:
         deepspeed.comm.destroy_process_group()
 
 
+def desert_distributed() -> None:
+    """After a failure, leaves the group without meeting the other ranks, which may be gone.
+
+    Over gloo alone: its threads would abort the exit, and NCCL may wait for a collective that never ends.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
 class RankError(RuntimeError):
     """What went wrong on one rank, raised on all of them."""
 

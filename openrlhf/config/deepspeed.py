@@ -80,11 +80,11 @@ class DeepSpeedConfig(LoadingConfig):
 
     @property
     def adapter_flags(self) -> dict[str, Any]:
-        """By flag, what a run that goes on with adapters must share; nothing where the whole model is trained."""
+        """By flag, what a run that goes on must share, with adapters (rank above 0) or without."""
+        rank = {"--ds.lora.rank": self.lora.rank}
         if self.lora.rank == 0:
-            return {}
-        return {
-            "--ds.lora.rank": self.lora.rank,
+            return rank
+        return rank | {
             "--ds.lora.alpha": self.lora.alpha,
             "--ds.lora.dropout": self.lora.dropout,
             "--ds.load_in_4bit": self.load_in_4bit,

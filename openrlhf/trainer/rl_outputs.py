@@ -17,8 +17,9 @@ from openrlhf.tracking.report import report_what_there_is, write_report
 from openrlhf.tracking.rollouts import RolloutRecord, RolloutWriter
 from openrlhf.trainer.best import BestModel
 from openrlhf.trainer.controller import Models, RLController
+from openrlhf.trainer.fixed_settings import refuse_other_settings, write_fixed
 from openrlhf.trainer.rl_metrics import StepMetrics
-from openrlhf.trainer.rl_states import RLStates, refuse_other_settings, was_evaluated, write_fixed
+from openrlhf.trainer.rl_states import RLStates, was_evaluated
 from openrlhf.trainer.workers import WorkerGroup
 from openrlhf.utils.errors import RunError
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from openrlhf.backends.checkpoints import CheckpointStore, refuse_other_run
-from openrlhf.config import ConfigError, PPOCkptConfig
+from openrlhf.config import PPOCkptConfig
 from openrlhf.trainer.best import NONE
+from openrlhf.trainer.fixed_settings import read_fixed, refuse_other_settings
 from openrlhf.trainer.supervised_outputs import locked
 
-# In an actor's state: what a run that goes on from it must share with the one that wrote it.
-FIXED_FILE = "fixed.json"
 # In an actor's state: its weights were evaluated after it had been written.
 EVALUATED_FILE = "evaluated"
 
@@ -57,7 +55,7 @@ class RLStates:
         """
         state = self.to_resume()
         if state is not None:
-            refuse_other_settings(state, _read_fixed(state / FIXED_FILE), fixed)
+            refuse_other_settings(state, read_fixed(state), fixed)
         elif self._ckpt.save_steps > 0:
             # A critic alone is what a run leaves that was killed in its first save. Where runs are started again until
             # they are done, with --ckpt.load_enable, it has to be no obstacle.
@@ -89,39 +87,9 @@ class RLStates:
         self.actor.prune(beside=[self.critic] if self._has_critic else [], keep=keep)
 
 
-def write_fixed(state: Path, fixed: Mapping[str, Any]) -> None:
-    """Says in the state what a run that goes on from it must share. Raises: OSError."""
-    beside = state / f"{FIXED_FILE}.partial"
-    beside.write_text(json.dumps(dict(fixed)) + "\n")
-    beside.replace(state / FIXED_FILE)
-
-
-def _read_fixed(file: Path) -> dict[str, Any]:
-    """What the file says; nothing where it is missing or broken, since the state itself holds the same."""
-    try:
-        found = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def was_evaluated(state: Path) -> bool:
     """Returns: whether ``mark_evaluated`` was told of the state."""
     return (state / EVALUATED_FILE).exists()
-
-
-def refuse_other_settings(state: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Compares what two runs must share, by flag; a flag that ``there`` does not name is no difference.
-
-    Raises: ConfigError, naming the first flag that differs.
-    """
-    for flag, value in here.items():
-        written = there.get(flag, value)
-        if written != value:
-            raise ConfigError(
-                f"--ckpt.load_enable: {state} was written with {flag} {written}, and this run has {value}: resume with "
-                "the same, or start anew without the flag."
-            )
 
 
 @contextmanager

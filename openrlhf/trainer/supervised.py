@@ -203,7 +203,7 @@ class SupervisedTrainer:
 
     def run(self) -> None:
         """Trains from where the newest checkpoint stands (where resuming is asked for) to the end, and exports."""
-        state = self.outputs.resume()
+        state = self.outputs.resume(self.fixed)
         if state is not None:
             self.load_state_dict(state)
             if self.step == self.total_steps:
@@ -225,15 +225,8 @@ class SupervisedTrainer:
         """Goes to where ``state`` was taken.
 
         Raises:
-            ConfigError: the run that wrote it had other data, another seed or other settings of those that are fixed.
+            ConfigError: the run that wrote it had other data or another seed.
         """
-        for flag, here in self.fixed.items():
-            there = state["fixed"].get(flag, here)
-            if there != here:
-                raise ConfigError(
-                    f"the checkpoint was written with {flag} {there}, and this run has {here}: resume with the same, "
-                    "or start anew without --ckpt.load_enable"
-                )
         try:
             self.sampler.load_state_dict(state["sampler"])
         except ValueError as error:

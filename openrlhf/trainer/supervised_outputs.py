@@ -19,6 +19,7 @@ from openrlhf.models.tokenizer_files import save_tokenizer
 from openrlhf.tracking.metrics import MultiTracker, build_trackers
 from openrlhf.tracking.progress import Bar, Console
 from openrlhf.tracking.report import report_what_there_is, write_report
+from openrlhf.trainer.fixed_settings import read_fixed, refuse_other_settings, write_fixed
 from openrlhf.trainer.profiling import FOLDER
 from openrlhf.utils.run_lock import RunLock
 
@@ -121,12 +122,15 @@ class SupervisedOutputs:
         self._console: Console | None = None
         self._total = 0
 
-    def resume(self) -> dict[str, Any] | None:
+    def resume(self, fixed: Mapping[str, Any]) -> dict[str, Any] | None:
         """Loads the newest checkpoint where --ckpt.load_enable asks for it.
+
+        Args:
+            fixed: by flag, what the run that wrote it must have had as well.
 
         Returns: the state that was saved with it; None where there is none to load.
 
-        Raises: ConfigError where another model, or another layout of ranks, has written it.
+        Raises: ConfigError where another model, other settings or another layout of ranks have written it.
         """
         if not self._ckpt.load_enable:
             return None
@@ -135,8 +139,15 @@ class SupervisedOutputs:
         if folder is None:
             self.note(f"--ckpt.load_enable: there is no checkpoint under {self._ckpt.path}, starting anew")
             return None
-        self._on_rank_0(f"reading {folder}", lambda: refuse_other_model(folder, self._shapes))
+
+        def refuse_others() -> None:
+            # Before anything is loaded: what the optimizer or the adapters of another run hold would not fit.
+            refuse_other_settings(folder, read_fixed(folder), fixed)
+            refuse_other_model(folder, self._shapes)
+
+        self._on_rank_0(f"reading {folder}", refuse_others)
         state = self._backend.load_checkpoint(folder)
+        refuse_other_settings(folder, state["fixed"], fixed)
         self._store.go_on_after(state["step"])
         self.note(f"going on after step {state['step']} from {folder}")
         return state
@@ -200,12 +211,13 @@ class SupervisedOutputs:
         if not self._ckpt.disable_ds:
             folder = self._store.folder(step)
             self._backend.save_checkpoint(folder, state)
-            self._on_rank_0(f"writing the checkpoint {folder}", lambda: self._describe_state(folder))
+            self._on_rank_0(f"writing the checkpoint {folder}", lambda: self._describe_state(folder, state["fixed"]))
         if self._ckpt.save_hf:
             self.export(self._store.export_folder(step))
         self._on_rank_0(f"removing old checkpoints of {self._ckpt.path}", self._store.prune)
 
-    def _describe_state(self, folder: Path) -> None:
+    def _describe_state(self, folder: Path, fixed: Mapping[str, Any]) -> None:
+        write_fixed(folder, fixed)
         (folder / CONFIG_FILE).write_text(self._yaml)
         write_shapes(folder, self._shapes)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from openrlhf.backends.deepspeed_backend import DeepSpeedBackend
-from openrlhf.backends.distributed import init_distributed, shutdown_distributed
+from openrlhf.backends.distributed import desert_distributed, init_distributed, shutdown_distributed
 from openrlhf.backends.shapes import parameter_shapes
 from openrlhf.config import DPOConfig, RMConfig, SFTConfig, to_flags_yaml
 from openrlhf.config.commands import command_of
@@ -79,6 +79,9 @@ def run_supervised(
             if speaking and isinstance(data, StreamedRows):
                 print(f"training data: {data.closing()}", flush=True)
         shutdown_distributed()
+    except BaseException:
+        desert_distributed()
+        raise
     finally:
         if isinstance(data, StreamedRows):
             data.close()

@@ -157,6 +157,12 @@ def _stop_and_resume(folders: dict[str, Path], out: Path) -> None:
         other = _make(folders["other"], stage, ema=True, **options)
         with pytest.raises(ConfigError, match="holds adapters of another model"):
             other.load_checkpoint(state)
+    plain = worker.make_backend(folders["policy"], 0, seed=SEED)
+    with pytest.raises(ConfigError, match="holds adapters and this run trains the whole model"):
+        plain.load_checkpoint(out / "0" / "global_step2")
+    plain.save_checkpoint(out / "plain" / "global_step1", {"step": 1})
+    with pytest.raises(ConfigError, match="holds the whole model and this run trains adapters"):
+        _make(folders["policy"], 0).load_checkpoint(out / "plain" / "global_step1")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

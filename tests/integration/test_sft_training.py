@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.config import AdamConfig, ConfigError
+from openrlhf.config import AdamConfig, ConfigError, LoraConfig
 from tests.integration import sft_worker as worker
 from tests.integration.backend_worker import run_ranks
 from tests.tiny_models import make_tiny_model
@@ -171,6 +171,8 @@ def _refuse_wrong_resumes(folder: Path, inputs: dict[str, Path]) -> None:
         ("train", {"max_epochs": 3}, "written with --train.max_epochs 2, and this run has 3"),
         ("optimizer", {"lr_scheduler": "linear"}, "written with --lr_scheduler cosine_with_min_lr, and this .* linear"),
         ("optimizer", {"adam": AdamConfig(lr=1.0)}, "written with --adam.lr 0.002, and this run has 1.0"),
+        ("optimizer", {"optim": "muon"}, "written with --optim adam, and this run has muon"),
+        ("ds", {"lora": LoraConfig(rank=4)}, "written with --ds.lora.rank 0, and this run has 4"),
         ("train", {"seed": 5}, "seed 11, this run has 5"),
         ("data", {"max_samples": 20}, "num_items 22, this run has 20"),
     ):

@@ -96,7 +96,7 @@ def test_settings_of_adapters_without_adapters_are_named():
 
 
 def test_a_resumed_run_must_share_the_scale_of_its_adapters():
-    assert sft().ds.adapter_flags == {}
+    assert sft().ds.adapter_flags == {"--ds.lora.rank": 0}
     assert sft(*LORA, "--ds.lora.alpha", "32").ds.adapter_flags == {
         "--ds.lora.rank": 8,
         "--ds.lora.alpha": 32,

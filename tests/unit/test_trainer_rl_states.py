@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from openrlhf.config import CkptConfig, ConfigError, PPOCkptConfig
 from openrlhf.trainer import rl_states, supervised_outputs
-from openrlhf.trainer.rl_states import RLStates, refuse_other_settings, write_fixed
+from openrlhf.trainer.fixed_settings import refuse_other_settings, write_fixed
+from openrlhf.trainer.rl_states import RLStates
 
 FIXED = {"--train.seed": 1, "--actor.adam.betas": [0.9, 0.95], "--actor.adam.lr": 1e-6}
 
