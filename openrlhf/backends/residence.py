@@ -16,11 +16,27 @@ def move_plain(module: Any, engine: Any, device: torch.device | str) -> None:
         engine: DeepSpeed's, or None for a model without one.
     """
     module.to(device)
-    for state in [] if engine is None else engine.optimizer.state.values():
+    if engine is not None:
+        _move_state(engine.optimizer, device)
+
+
+def _move_state(optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
+    for state in optimizer.state.values():
         for key, value in state.items():
             # A step counter stands where torch put it.
             if isinstance(value, torch.Tensor) and value.dim():
                 state[key] = value.to(device)
+
+
+def _move_steps_of_stage_3(engine: Any, device: torch.device | str) -> None:
+    """Moves what the optimizer of stage 3 holds, unless it stays in host memory; DeepSpeed does so for its own Adam
+    alone.
+    """
+    if engine.zero_use_cpu_optimizer():
+        return
+    for weights in engine.optimizer.fp32_partitioned_groups_flat:
+        weights.data = weights.data.to(device)
+    _move_state(engine.optimizer.optimizer, device)
 
 
 def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> None:
@@ -31,10 +47,14 @@ def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> None:
     """
     if plain:
         move_plain(module, engine, "cpu")
-    else:
+    elif engine.zero_optimization_stage() < 3:
         engine.offload_states()
-        if engine.zero_optimization_stage() < 3:
-            move_frozen(module, "cpu")
+        move_frozen(module, "cpu")
+    else:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
+
+        engine.offload_states(include=[Kind.lp_params, Kind.lp_grads, Kind.contiguous_grad_buffer])
+        _move_steps_of_stage_3(engine, "cpu")
     torch.cuda.empty_cache()
 
 
@@ -46,6 +66,8 @@ def return_to(device: torch.device, module: Any, engine: Any, *, plain: bool) ->
         engine.reload_states()
         if engine.zero_optimization_stage() < 3:
             move_frozen(module, device)
+        else:
+            _move_steps_of_stage_3(engine, device)
 
 
 def give_up(module: Any, device: torch.device) -> None:

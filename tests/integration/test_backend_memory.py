@@ -1,15 +1,20 @@
-"""Weights that a group of ranks holds a second time (ZeRO++), between training, asking, saving and resuming."""
+"""Weights that a group of ranks holds a second time (ZeRO++), and states that leave and come back."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from openrlhf.backends.residence import leave_accelerator, return_to
+from openrlhf.config import MuonConfig
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model
+
+MUON = replace(worker.OPTIMIZER, optim="muon", muon=MuonConfig(lr=0.01))
 
 
 def _ask(backend: Any) -> torch.Tensor:
@@ -48,3 +53,25 @@ def test_a_second_shard_group_changes_no_number_in_training_asking_saving_or_res
         assert plain["trace"] == grouped["trace"]
         for kind in ("saved", "weights"):
             assert plain[kind] and all(torch.equal(plain[kind][name], grouped[kind][name]) for name in plain[kind])
+
+
+def _sleep_between_steps(model: Path) -> list[tuple[Any, Any]]:
+    """On a CPU nothing moves, but every call into DeepSpeed is made, and has to leave it as it was."""
+    found = []
+    for stage, options in ((2, {}), (3, {}), (3, {"adam_offload": True}), (3, {"optimizer": MUON})):
+        awake, sleeper = (worker.make_backend(model, stage, **options) for _ in range(2))
+        expected, slept = [], []
+        for step in range(worker.STEPS):
+            expected.append(worker.train_with_backend(awake, range(step, step + 1)))
+            slept.append(worker.train_with_backend(sleeper, range(step, step + 1)))
+            leave_accelerator(sleeper.module, sleeper.model, plain=False)
+            return_to(torch.device("cpu"), sleeper.module, sleeper.model, plain=False)
+        found.append((expected, slept))
+    return found
+
+
+def test_a_model_whose_states_left_and_came_back_takes_the_steps_of_one_that_stayed(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    for results in worker.run_ranks(_sleep_between_steps, 2, model):
+        for expected, slept in results:
+            assert slept == expected
