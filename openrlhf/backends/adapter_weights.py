@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from openrlhf.backends.checkpoints import PARTIAL_EXPORT
 from openrlhf.backends.distributed import raise_if_any
 from openrlhf.backends.moving_average import MovingAverage
-from openrlhf.backends.weights import GATHER_BYTES, gathered, replace_files
+from openrlhf.backends.weights import GATHER_BYTES, buckets, gathered, replace_files
 from openrlhf.models.adapters import PlainWeight, plain_weights, save_adapter
 from openrlhf.models.four_bit import whole_numel
 
@@ -24,26 +24,13 @@ def _size(weight: PlainWeight) -> int:
     return sum(whole_numel(parameter) * parameter.element_size() for parameter in weight.parameters)
 
 
-def _buckets(weights: list[PlainWeight], limit: int) -> Iterator[list[PlainWeight]]:
-    bucket: list[PlainWeight] = []
-    filled = 0
-    for weight in weights:
-        if bucket and filled + _size(weight) > limit:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(weight)
-        filled += _size(weight)
-    if bucket:
-        yield bucket
-
-
 def merged_parameters(
     module: Any, *, sharded: bool, bucket_bytes: int = GATHER_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields: what ``full_parameters`` yields of the model that the adapters make of the one below them, in its dtype;
     tensors without an adapter are the live ones, or gathered. Collective where ``sharded``.
     """
-    for bucket in _buckets(plain_weights(module), bucket_bytes):
+    for bucket in buckets(plain_weights(module), name=lambda weight: weight.name, size=_size, limit=bucket_bytes):
         with gathered([parameter for weight in bucket for parameter in weight.parameters], sharded):
             # transformers lays some weights (experts) out in another way than files and engines do.
             yield from revert_weight_conversion(module, {weight.name: weight.tensor() for weight in bucket}).items()

@@ -175,6 +175,7 @@ def _layout(engine: Any, base: float | None) -> dict[str, Any]:
         "ZeRO stage": engine.zero_optimization_stage(),
         "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
         "base": base,
+        "optimizer": type(engine.basic_optimizer).__name__,
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from openrlhf.backends.checkpoint_files import TAG
 from openrlhf.backends.checkpoints import COMPLETE, CheckpointStore
+from openrlhf.backends.muon import MuonWithAdamW
 from openrlhf.backends.universal import UNIVERSAL, convert_to_universal
 from openrlhf.config.errors import ConfigError
 
@@ -26,9 +27,13 @@ def newest_states(folder: Path) -> list[Path]:
     """
     if (folder / COMPLETE).is_file():
         return [folder]
-    roots = (folder, folder / "_actor", folder / "_critic")
-    found = [CheckpointStore(root, max_num=1, max_mem_gb=1).latest() for root in roots]
-    states = [state for state in found if state is not None]
+    alone, actor, critic = (
+        CheckpointStore(root, max_num=1, max_mem_gb=1).complete()
+        for root in (folder, folder / "_actor", folder / "_critic")
+    )
+    # RL goes on from a step that both have: a killed save leaves the critic's alone.
+    pairs = [(a, c) for a in actor for c in critic if a.name == c.name]
+    states = [*alone[-1:], *(pairs[-1] if pairs else actor[-1:])]
     if not states:
         raise ConfigError(f"{folder} holds no complete state: name a global_step folder, or the folder of --ckpt.path")
     return states
@@ -40,10 +45,15 @@ def convert(state: Path) -> str:
     Returns: a sentence about what was done.
 
     Raises:
+        ConfigError: Muon has written it.
         OSError: the state cannot be read, or nothing can be written there.
         RuntimeError: DeepSpeed's converter failed.
     """
     layout = json.loads((state / COMPLETE).read_text())
+    if layout.get("optimizer") == MuonWithAdamW.__name__:
+        raise ConfigError(
+            f"{state} was written with --optim muon, whose state cannot be converted: the converter knows Adam's alone"
+        )
     if layout["ZeRO stage"] == 0:
         return f"{state} needs no conversion: without ZeRO nothing is split over ranks"
     if (state / UNIVERSAL).is_dir():

@@ -19,6 +19,10 @@ def frozen_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module.parameters() if not parameter.requires_grad)
 
 
+# Elements that are widened at one time.
+PIECE = 2**24
+
+
 def fingerprint(module: nn.Module, device: torch.device, *, sharded: bool) -> float:
     """Returns: a number that another base model hardly shares; the same on all ranks. Collective where ``sharded``.
 
@@ -27,8 +31,10 @@ def fingerprint(module: nn.Module, device: torch.device, *, sharded: bool) -> fl
     total = torch.zeros((), dtype=torch.float64, device=device)
     for index, parameter in enumerate(frozen_parameters(module)):
         values = _own_part(parameter) if sharded else parameter.detach().flatten()
-        values = values.to(device, torch.float64)
-        total += math.cos(index) * (values.abs().sum() + 2 * values.sum())
+        # Piece by piece, since a float64 copy of a whole embedding takes gigabytes.
+        for piece in values.split(PIECE):
+            wide = piece.to(device, torch.float64)
+            total += math.cos(index) * (wide.abs().sum() + 2 * wide.sum())
     if sharded:
         dist.all_reduce(total)
     return total.item()

@@ -129,8 +129,9 @@ def orthogonalized_parts(
             yield matrix, orthogonalize(whole).flatten()
     ranks = dist.get_world_size()
     # About one matrix for each rank at a time: no more memory than that, and all ranks have work.
+    parts = update.to(device, compute) if shared else update
     for first in range(0, len(shared), ranks):
-        yield from _exchanged(shared[first : first + ranks], update.to(device, compute), orthogonalize, rank)
+        yield from _exchanged(shared[first : first + ranks], parts, orthogonalize, rank)
 
 
 def _own_part(matrix: Matrix, update: torch.Tensor, rank: int) -> torch.Tensor:

@@ -29,9 +29,15 @@ class ShardWriter:
         self._total_bytes = 0
         # What each file holds; they get their names when their number is known.
         self._files: list[list[str]] = []
+        self._written: set[str] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a copy of ``tensor``, which may be freed or changed afterwards. Raises: whatever writing a file may."""
+        """Takes a copy of ``tensor``, which may be freed or changed afterwards.
+
+        Raises: ValueError for a second tensor of one name, and whatever writing a file may.
+        """
+        if name in self._held or name in self._written:
+            raise ValueError(f"the weight {name} was written already, with other values")
         copy = tensor.detach().to("cpu", copy=True).contiguous()
         self._total_bytes += copy.nbytes
         if copy.nbytes > self._max_bytes:
@@ -72,6 +78,7 @@ class ShardWriter:
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
         save_file(tensors, self._temporary(len(self._files)), metadata={"format": "pt"})
         self._files.append(list(tensors))
+        self._written |= tensors.keys()
 
     def _temporary(self, index: int) -> Path:
         return self._folder / f"part-{index}.safetensors"

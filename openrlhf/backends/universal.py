@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,23 @@ def convert_to_universal(state: Path, target: Path) -> None:
         OSError: nothing can be written there.
         RuntimeError: the converter failed or took too long; ``target`` does not exist then.
     """
-    if target.is_dir():
-        return
+    with _sole_converter(target):
+        if not target.is_dir():
+            _convert(state, target)
+
+
+@contextmanager
+def _sole_converter(target: Path) -> Iterator[None]:
+    """One conversion at a time: a run that resumes may meet the one that was started ahead, and waits for its end."""
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _convert(state: Path, target: Path) -> None:
     partial = target.with_name(PARTIAL_UNIVERSAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from openrlhf.backends.fragments import true_shape
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.shards import MAX_SHARD_BYTES, ShardWriter
 
+Item = TypeVar("Item")
+
 # Bytes of parameters that stand whole at one time while a sharded model is read.
 GATHER_BYTES = 512 * 1024**2
 
@@ -30,15 +32,24 @@ def _true_size(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
 
 
-def _buckets(named: list[tuple[str, nn.Parameter]], limit: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    bucket: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in named:
-        if bucket and size + _true_size(parameter) > limit:
+def buckets(
+    items: Iterable[Item], *, name: Callable[[Item], str], size: Callable[[Item], int], limit: int
+) -> Iterator[list[Item]]:
+    """Cuts weights into buckets of ``limit`` bytes.
+
+    Those of one module, two levels above a weight, stay together whatever their size: transformers writes some of them
+    (a gate and its projection) as one, and would leave out what it is not shown.
+    """
+    bucket: list[Item] = []
+    filled = 0
+    for _, group in groupby(items, key=lambda item: name(item).rsplit(".", 2)[0]):
+        together = list(group)
+        bytes_together = sum(size(item) for item in together)
+        if bucket and filled + bytes_together > limit:
             yield bucket
-            bucket, size = [], 0
-        bucket.append((name, parameter))
-        size += _true_size(parameter)
+            bucket, filled = [], 0
+        bucket += together
+        filled += bytes_together
     if bucket:
         yield bucket
 
@@ -64,7 +75,9 @@ def full_parameters(
         average: takes the place of the trainable weights.
     """
     averages = iter(()) if average is None else average.whole(next(module.parameters()).device)
-    for bucket in _buckets(list(module.named_parameters()), bucket_bytes):
+    for bucket in buckets(
+        module.named_parameters(), name=lambda item: item[0], size=lambda item: _true_size(item[1]), limit=bucket_bytes
+    ):
         live = [parameter for _, parameter in bucket if average is None or not parameter.requires_grad]
         with gathered(live, sharded):
             tensors = {
@@ -80,9 +93,10 @@ def full_parameters(
 def _saved_tensors(module: Any, *, sharded: bool, average: MovingAverage | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields: all that a file of the model holds, buffers too. Collective: consume all."""
     persistent = set(module.state_dict().keys())
-    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
     ignored = set(module._keys_to_ignore_on_save or ())
-    for name, tensor in chain(full_parameters(module, sharded=sharded, average=average), buffers):
+    parameters = full_parameters(module, sharded=sharded, average=average)
+    for name, tensor in chain(parameters, revert_weight_conversion(module, buffers).items()):
         if name not in ignored:
             yield name, tensor
 

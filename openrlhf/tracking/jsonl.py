@@ -13,7 +13,7 @@ from typing import Any
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """Reads a file of one JSON object a line; empty where there is no file.
 
-    A last line that a killed process left half written is passed over.
+    A last line that a killed process left half written, be it inside a character, is passed over.
 
     Raises:
         ValueError: for a broken line anywhere else, with its number.
@@ -21,7 +21,7 @@ def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -196,7 +196,7 @@ class RLOutputs:
         if unfinished:
             try:
                 report_what_there_is(self._folder, TITLE)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._console.warn(f"there is no report: {error}")
 
     def _close_files(self) -> list[OSError]:

@@ -254,10 +254,13 @@ class SupervisedOutputs:
         unfinished = self._trackers is not None
         try:
             self._close_trackers()
-            if unfinished:
-                report_what_there_is(self._folder, self._title)
         except OSError as error:
-            self.warn(f"the last metrics or their report are lost: {error}")
+            self.warn(f"the last metrics are lost: {error}")
+        if unfinished:
+            try:
+                report_what_there_is(self._folder, self._title)
+            except (OSError, ValueError) as error:
+                self.warn(f"there is no report: {error}")
 
     def warn(self, text: str) -> None:
         """Prints a warning, once for all ranks."""

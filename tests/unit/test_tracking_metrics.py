@@ -32,6 +32,12 @@ class Recorder:
         self.closed = True
 
 
+def test_a_last_line_that_ends_inside_a_character_is_passed_over(tmp_path):
+    whole = json.dumps({"step": 1, "text": "\u6570"}, ensure_ascii=False).encode() + b"\n"
+    (tmp_path / "rollouts.jsonl").write_bytes(whole + whole[:-4])
+    assert [row["step"] for row in read_jsonl(tmp_path / "rollouts.jsonl")] == [1]
+
+
 def test_every_line_is_on_disk_before_log_returns(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     tracker = JSONLTracker(path)
