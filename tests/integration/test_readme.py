@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.tracking.jsonl import read_jsonl
@@ -58,6 +59,17 @@ def test_the_fine_tuning_makes_rows_and_a_model_and_trains_it_as_the_text_says(f
     assert (out / "report.html").is_file()
     AutoTokenizer.from_pretrained(out)
     assert 0.7e6 < AutoModelForCausalLM.from_pretrained(out).num_parameters() < 0.9e6
+
+
+def test_adapters_are_trained_and_merged_into_a_model_that_knows_the_sums_better(folder: Path) -> None:
+    laptop = folder / "outputs" / "laptop"
+    (command,) = (b for b in blocks("Merging an adapter", "bash") if "outputs/laptop" in b)
+    printed = run_in(folder, command)
+    assert "warning" not in printed, printed
+    losses = [line["loss/train"] for line in read_jsonl(laptop / "sft_lora" / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    before, after = (load_file(laptop / name / "model.safetensors") for name in ("sft", "sft_merged"))
+    assert before.keys() == after.keys() and any(not before[name].equal(after[name]) for name in before)
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def accept(command: str, words: list[str]) -> Config:
 
 
 def test_the_readmes_commands_are_all_found() -> None:
-    adapters = ["train_sft", "train_ppo_ray", "lora_combiner"]
+    adapters = ["train_sft", "train_ppo_ray", "lora_combiner", "train_sft", "lora_combiner"]
     others = ["train_rm", "serve_rm", "train_dpo", *adapters]
     assert [command for command, _ in commands()] == ["train_sft"] * 2 + others + ["train_ppo_ray"] * 9
 
