@@ -56,7 +56,7 @@ def test_plain_text_has_the_bos_of_its_training_once_and_an_eos_only_where_it_is
     assert encode_query(turns, "hi") == [1, 11]
 
 
-def test_what_the_policy_saw_and_sampled_comes_back_as_the_very_tokens() -> None:
+def test_tokens_that_are_as_the_tokenizer_cuts_text_come_back_as_they_were() -> None:
     tokenizer = make_tokenizer()
     messages = [{"role": "user", "content": "what is 1 + 2 ?"}]
     ids = tokenizer(render_messages(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False)
