@@ -56,7 +56,19 @@ python3 -m openrlhf.cli.serve_rm \
    --reward.normalize_enable \
    --port "${PORT:-5000}" &
 server=$!
-trap 'kill "$server" 2> /dev/null || true' EXIT
+trap 'kill "$server" 2> /dev/null || true; wait "$server" || true' EXIT
+
+# Whose answer it is shows by the process: on a port that is taken, another server may answer.
+healthy() {
+   python3 -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$url/health" 2> /dev/null
+}
+until healthy && kill -0 "$server" 2> /dev/null; do
+   if ! kill -0 "$server" 2> /dev/null; then
+      echo "The server of the reward model ended before it was ready (see above); is PORT ${PORT:-5000} free?" >&2
+      exit 1
+   fi
+   sleep 1
+done
 
 echo "== 4. PPO with a critic, both with LoRA; rewards come from the server"
 python3 -m openrlhf.cli.train_ppo_ray "${common[@]}" \
