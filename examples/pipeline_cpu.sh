@@ -9,12 +9,19 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 output=${OUTPUT:-outputs/pipeline}
-url=http://127.0.0.1:${PORT:-5000}
+port=${PORT:-5000}
+url=http://127.0.0.1:$port
 tiny=$output/tiny
 # What the reward model and PPO start from.
 policy=$output/sft
 
 common=(--device cpu --ds.param_dtype fp32 --data.apply_chat_template --data.max_len 32)
+
+# At the start, so that nobody trains for it; and another server there would answer in place of the one below.
+if ! python3 -c 'import socket, sys; socket.create_server(("127.0.0.1", int(sys.argv[1])))' "$port" 2> /dev/null; then
+   echo "Port $port cannot be listened on, which another server may do; give a free one as PORT." >&2
+   exit 1
+fi
 
 python3 "$here/scripts/make_tiny.py" "$tiny"
 
@@ -54,9 +61,20 @@ python3 -m openrlhf.cli.serve_rm \
    --data.max_len 32 \
    --reward.model_name_or_path "$output/rm" \
    --reward.normalize_enable \
-   --port "${PORT:-5000}" &
+   --port "$port" &
 server=$!
-trap 'kill "$server" 2> /dev/null || true' EXIT
+trap 'kill "$server" 2> /dev/null || true; wait "$server" || true' EXIT
+
+healthy() {
+   python3 -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$url/health" 2> /dev/null
+}
+until healthy; do
+   sleep 1
+   if ! kill -0 "$server" 2> /dev/null; then
+      echo "The server of the reward model ended before it was ready; what it printed above says why." >&2
+      exit 1
+   fi
+done
 
 echo "== 4. PPO with a critic, both with LoRA; rewards come from the server"
 python3 -m openrlhf.cli.train_ppo_ray "${common[@]}" \

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,31 @@ async def serving(load: Callable[[], Any], **flags: Any) -> AsyncIterator[Client
                 server.handle_exit(signal.SIGTERM, None)
             await asyncio.wait([running])
         running.result()
+
+
+class Held:
+    """A model whose forwards wait at a door."""
+
+    def __init__(self, model: RewardModel) -> None:
+        self._model = model
+        self.door = threading.Event()
+        self.began = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        self.began.set()
+        assert self.door.wait(30)
+        return self._model.score(rows)
+
+
+def ask(load: Callable[[], Any], talk: Callable[[Client], Coroutine[Any, Any, Any]], **flags: Any) -> Any:
+    """Returns: what ``talk`` with a server that is ready returned."""
+
+    async def main() -> Any:
+        async with serving(load, **flags) as client:
+            await client.until_ready()
+            return await talk(client)
+
+    return asyncio.run(main())

@@ -84,7 +84,8 @@ class HttpRewardSource:
     """Rewards from servers, used in turn; one that fails rests, for longer each time.
 
     Samples that arrive together share a request, and are sent one by one if that fails. A server that answers 503 and
-    says in Retry-After when it has room is no failing one: the next server is asked, or it again, for ``timeout``.
+    says in Retry-After when it has room is no failing one: the next server is asked, or it again, for ``timeout``. A
+    sample is given up after ``timeout`` x (1 + ``max_retries``), waits included.
     """
 
     def __init__(
@@ -143,37 +144,52 @@ class HttpRewardSource:
 
     async def score(self, query: str, prompt: str, label: Any) -> Outcome:
         """Rewards one sample; see ``RewardSource.score``."""
-        sample = (query, prompt, label)
-        reason = ""
-        patient_until = asyncio.get_running_loop().time() + self._timeout
-        for tried in range(self._max_retries + 1):
-            if tried:
-                await asyncio.sleep(self._wait(tried))
-            try:
-                outcome = await self._try(sample, alone=tried > 0, patient_until=patient_until)
-            except _Refused as error:
-                reason = str(error)
-                continue
-            if isinstance(outcome, RewardResult):
-                return outcome
-            reason = outcome.reason
-        return RewardFailure(reason if self._max_retries == 0 else f"{reason} (in {self._max_retries + 1} tries)")
+        longest = self._timeout * (1 + self._max_retries)
+        reasons: list[str] = []
+        try:
+            # The waits between tries and for servers without room are in it, as the check of the flags counts.
+            async with asyncio.timeout(longest):
+                result = await self._tries((query, prompt, label), reasons)
+        except TimeoutError:
+            servers = ", ".join(server.url for server in self._servers)
+            reason = reasons[-1] if reasons else f"reward server {servers} gave no reward"
+            counted = "--reward.timeout x (1 + --reward.max_retries)" if self._max_retries else "--reward.timeout"
+            return RewardFailure(f"{reason}; given up after {longest:g} s ({counted})")
+        if result is not None:
+            return result
+        tries = f" (in {self._max_retries + 1} tries)" if self._max_retries else ""
+        return RewardFailure(f"{reasons[-1]}{tries}")
 
-    async def _try(self, sample: Sample, *, alone: bool, patient_until: float) -> Outcome:
-        """One try. A server without room is asked again when it has said, which is no further try.
+    async def _tries(self, sample: Sample, reasons: list[str]) -> RewardResult | None:
+        """Asks until there is a reward, or no try is left.
+
+        A server without room is asked again when it has said, which is no further try, for the time of one try; from
+        then on it is one that fails.
 
         Args:
-            patient_until: time of the loop from which on a server without room is one that fails.
+            reasons: why there is no reward yet is added to it.
         """
         now = asyncio.get_running_loop().time
-        while True:
+        patient_until = now() + self._timeout
+        tried = 0
+        while tried <= self._max_retries:
+            wait = self._wait(tried + 1)
             try:
-                return await (self._score_alone(sample) if alone else self._batcher.score(sample))
-            except _Busy as busy:
-                if now() + busy.after > patient_until:
-                    raise
-                rest = min(server.rests_until for server in self._servers) - now()
-                await asyncio.sleep(max(0.0, rest) * self._random.uniform(1.0, 1.5))
+                outcome = await (self._score_alone(sample) if tried else self._batcher.score(sample))
+                if isinstance(outcome, RewardResult):
+                    return outcome
+                reasons.append(outcome.reason)
+                tried += 1
+            except _Refused as error:
+                reasons.append(str(error))
+                if isinstance(error, _Busy) and now() + error.after <= patient_until:
+                    rest = min(server.rests_until for server in self._servers) - now()
+                    wait = max(0.0, rest) * self._random.uniform(1.0, 1.5)
+                else:
+                    tried += 1
+            if tried <= self._max_retries:
+                await asyncio.sleep(wait)
+        return None
 
     async def close(self) -> None:
         """Ends requests under way, as failures, and the connections."""

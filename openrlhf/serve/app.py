@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,10 @@ class RewardApp:
         self._gate = gate
         self._metrics = metrics
         self._limits = limits
-        # One thread: a tokenizer is not made for several. Beside the event loop, which long texts would hold up.
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        # Beside the event loop, which long texts would hold up. One thread each: a tokenizer is not made for several,
+        # and JSON can take many times its bytes while it is parsed.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parse")
+        self._tokeniser = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         # No pages of its own: they would load their parts from the internet.
         self.asgi = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
         self.asgi.add_api_route("/get_reward", self.get_reward, methods=["POST"], response_model=None)
@@ -99,25 +102,47 @@ class RewardApp:
             return _json(500, {"detail": "the server failed; its log says how"})
 
     async def _rewards(self, request: Request) -> dict[str, Any]:
-        try:
-            check_key(request.headers.get("authorization"), self._limits.key)
-            self._check_ready()
-        except (Refusal, Stopped):
-            await self._read(request, 0)
-            raise
-        body = await self._read(request, self._limits.body_bytes)
-        run = asyncio.get_running_loop().run_in_executor
-        queries = await run(self._reader, read_queries, body)
-        self._gate.enter(len(queries))
-        try:
-            model = self._worker.loaded.result()
-            rows = await run(self._reader, encode_all, model, queries)
+        with ExitStack() as accepted:
+            rows = await self._rows(request, accepted)
             scores = await self._score(request, rows)
-        finally:
-            self._gate.leave(len(queries))
+        model = self._worker.loaded.result()
         if model.std == 1.0 and model.mean == 0.0:
             return answer(scores, None)
         return answer([model.normalized(score) for score in scores], scores)
+
+    async def _rows(self, request: Request, accepted: ExitStack) -> list[list[int]]:
+        """Token ids of the texts of a request.
+
+        Args:
+            accepted: on leaving it the texts count as answered.
+
+        Raises: Refusal, Stopped; a body that is refused unseen is read and thrown away, so that its client gets there.
+        """
+        with ExitStack() as held:
+            try:
+                check_key(request.headers.get("authorization"), self._limits.key)
+                self._check_ready()
+                held.enter_context(self._gate.holding(self._body_bytes(request)))
+            except (Refusal, Stopped):
+                await self._read(request, 0)
+                raise
+            run = asyncio.get_running_loop().run_in_executor
+            body = await self._read(request, self._limits.body_bytes)
+            queries = await run(self._parser, read_queries, body)
+            self._gate.enter(len(queries))
+            accepted.callback(self._gate.leave, len(queries))
+            return await run(self._tokeniser, encode_all, self._worker.loaded.result(), queries)
+
+    def _body_bytes(self, request: Request) -> int:
+        """Returns: bytes that a body has; of one that comes in chunks, the most that it may have.
+
+        Raises: Refusal, where they are too many.
+        """
+        limit, given = self._limits.body_bytes, request.headers.get("content-length")
+        size = limit if given is None else int(given)
+        if size > limit:
+            raise too_large(limit)
+        return size
 
     async def _read(self, request: Request, limit: int) -> bytes:
         """Reads a body of ``limit`` bytes at most. Raises: Refusal, where it is too large or comes too slowly."""
@@ -156,6 +181,12 @@ class RewardApp:
             scores.cancel()
 
 
+def too_large(limit: int) -> Refusal:
+    """Returns: what a body of more than ``limit`` bytes is answered with."""
+    sentence = f"the body has more than the {limit} bytes of --max_body_mb; send fewer texts at once"
+    return Refusal(413, sentence, {"Connection": "close"})
+
+
 def encode_all(model: RewardModel, queries: Sequence[str]) -> list[list[int]]:
     """Returns: token ids of each text. Raises: Refusal, naming the text."""
     rows = []
@@ -184,11 +215,7 @@ async def _collect(request: Request, limit: int, most: int) -> bytes:
         elif size > most:
             break
     if limit and size > limit:
-        raise Refusal(
-            413,
-            f"the body has more than the {limit} bytes of --max_body_mb; send fewer texts at once",
-            {"Connection": "close"},
-        )
+        raise too_large(limit)
     return bytes(body)
 
 

@@ -131,12 +131,12 @@ class RewardModel:
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Returns: the head's own output at the last token of each row, not normalised. One forward."""
         batch = pack_rows(rows, [torch.zeros(len(row), dtype=torch.bool) for row in rows]).to(self.device)
-        try:
-            return last_token_scores(score_values(self.model, batch, self.plan), batch.host.cu_seqlens).tolist()
-        except torch.OutOfMemoryError:
-            # What the failed forward holds in the allocator's cache is what the next one may need.
+        return last_token_scores(score_values(self.model, batch, self.plan), batch.host.cu_seqlens).tolist()
+
+    def release_memory(self) -> None:
+        """Empties the allocator's cache: what a failed forward held there may not fit what the next one needs."""
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            raise
 
     def normalized(self, score: float) -> float:
         """Returns: the score in deviations from the mean, by the statistics of this model; without them itself."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,13 +35,17 @@ class Gate:
 
     Attributes:
         max_texts: texts that may be accepted and not yet answered.
-        texts: how many are.
+        max_bytes: of bodies that may be read, parsed or tokenised at one time.
+        texts: how many texts are accepted and not answered.
+        bytes: how many bytes are held or promised.
         requests: requests that have begun and are not answered.
         closing: set once the server is about to end.
     """
 
     max_texts: int
+    max_bytes: int
     texts: int = 0
+    bytes: int = 0
     requests: int = 0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,6 +65,25 @@ class Gate:
     def leave(self, texts: int) -> None:
         """The request is answered."""
         self.texts -= texts
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Keeps room for a body of ``size`` bytes, from before it is read until its token ids are made.
+
+        Raises: Refusal, where there is none.
+        """
+        if self.bytes + size > self.max_bytes:
+            raise Refusal(
+                503,
+                f"{self.bytes} bytes of other bodies are being read, and the server holds {self.max_bytes} at most; "
+                "try again",
+                {"Retry-After": "1"},
+            )
+        self.bytes += size
+        try:
+            yield
+        finally:
+            self.bytes -= size
 
     def check_open(self) -> None:
         """Raises: Refusal."""

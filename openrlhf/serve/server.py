@@ -24,6 +24,8 @@ from openrlhf.utils.devices import choose_device
 from openrlhf.utils.termination import Terminated
 
 BACKLOG = 2048
+# Bodies of the largest size that may be held at one time, before they are token ids; of smaller ones as many as fit.
+HELD_BODIES = 16
 # Longer than clients keep their connections: one that the server closes just when a client sends is a failed request.
 KEEP_ALIVE_S = 75
 # After the last answer, for connections to close.
@@ -105,9 +107,10 @@ def make_server(config: ServeRMConfig, load: Callable[[], RewardModel], *, ready
         load: gives the model; called in the worker's thread.
         ready_line: printed once the model is loaded.
     """
-    metrics, gate = ServerMetrics(), Gate(config.max_waiting_texts)
+    body_bytes = config.max_body_mb * 2**20
+    metrics, gate = ServerMetrics(), Gate(config.max_waiting_texts, HELD_BODIES * body_bytes)
     worker = ScoringWorker(load, metrics, max_tokens=config.max_batch_tokens, max_rows=config.batch_size)
-    limits = Limits(body_bytes=config.max_body_mb * 2**20, key=server_key(config.api_key_file, config.api_key_env))
+    limits = Limits(body_bytes=body_bytes, key=server_key(config.api_key_file, config.api_key_env))
     settings = uvicorn.Config(
         RewardApp(worker, gate, metrics, limits).asgi,
         lifespan="off",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -31,6 +32,9 @@ class Scorer(Protocol):
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Returns: the score of each row of token ids."""
+
+    def release_memory(self) -> None:
+        """Gives back what a failed forward left behind, once nothing refers to it any more."""
 
 
 Model = TypeVar("Model", bound=Scorer)
@@ -218,27 +222,40 @@ class ScoringWorker(Generic[Model]):
         texts = [(job, row) for job, row in texts if not job.future.done()]
         if not texts:
             return
-        rows = [job.rows[row] for job, row in texts]
-        try:
-            with self._metrics.forward(len(rows), sum(map(len, rows))):
-                scores = model.score(rows)
-        except Exception as error:
-            jobs = list({id(job): job for job, _ in texts}.values())
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._score(model, [text for text in texts if text[0] is job])
-                return
-            reason = shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
-            logger.exception("a forward of %d texts and %d tokens failed", len(rows), sum(map(len, rows)))
-            jobs[0].fail(ScoringError(f"the model could not score it ({reason})"))
-            self._check_alive(model, reason)
+        outcome = self._forward(model, [job.rows[row] for job, row in texts])
+        if not isinstance(outcome, str):
+            for (job, row), score in zip(texts, outcome, strict=True):
+                job.add(row, score)
             return
-        for (job, row), score in zip(texts, scores, strict=True):
-            job.add(row, score)
+        jobs = list({id(job): job for job, _ in texts}.values())
+        if len(jobs) == 1:
+            jobs[0].fail(ScoringError(f"the model could not score it ({outcome})"))
+        self._recover(model, outcome)
+        if len(jobs) > 1:
+            for job in jobs:
+                self._score(model, [text for text in texts if text[0] is job])
 
-    def _check_alive(self, model: Model, reason: str) -> None:
-        """After a fault of the GPU every later forward fails too: then the server has to be started anew."""
+    def _forward(self, model: Model, rows: Sequence[Sequence[int]]) -> list[float] | str:
+        """Returns: scores, or why there are none.
+
+        Of an error only its text leaves: its traceback keeps the tensors of the failed forward, which after one that
+        ran out of memory is the very memory that the next one needs. So it is not handed to the log either.
+        """
+        tokens = sum(map(len, rows))
         try:
+            with self._metrics.forward(len(rows), tokens):
+                return model.score(rows)
+        except Exception as error:
+            logger.error("a forward of %d texts and %d tokens failed\n%s", len(rows), tokens, traceback.format_exc())
+            return shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+
+    def _recover(self, model: Model, reason: str) -> None:
+        """Makes room after a failed forward. After a fault of the GPU all that follow fail too.
+
+        Raises: RunError where not even one token can be scored: then the server has to be started anew.
+        """
+        try:
+            model.release_memory()
             # A token that every vocabulary has.
             model.score([[0]])
         except Exception as error:

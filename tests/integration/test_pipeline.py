@@ -58,3 +58,20 @@ def test_the_whole_way_runs_with_public_commands_and_the_judge_tells_sums_from_l
     assert len(answers) == 3 and answers[1] > answers[2]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_port_that_is_taken_ends_the_script_before_it_trains(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = str(held.getsockname()[1])
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", str(SCRIPT)],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path, "PORT": port},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert done.stderr == f"Port {port} cannot be listened on, which another server may do; give a free one as PORT.\n"

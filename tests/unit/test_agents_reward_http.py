@@ -172,7 +172,9 @@ def test_a_server_that_recovers_is_asked_again() -> None:
 
 def test_a_server_that_does_not_answer_is_left_after_the_time_out() -> None:
     (outcome,), (server,) = ask(lambda _: asyncio.sleep(20), [1.0], timeout=0.2)
-    assert outcome.reason == f"reward server {server.url} took longer than 0.2 s (--reward.timeout)"
+    assert outcome.reason == f"reward server {server.url} gave no reward; given up after 0.2 s (--reward.timeout)"
+    (outcome,), (server,) = ask(lambda _: asyncio.sleep(20), [1.0], timeout=0.2, max_retries=1)
+    assert outcome.reason.startswith(f"reward server {server.url} took longer than 0.2 s (--reward.timeout)")
 
 
 def test_a_server_that_hangs_up_is_a_failure() -> None:
@@ -309,7 +311,22 @@ def test_where_one_server_has_no_room_the_next_one_is_asked_at_once() -> None:
 @pytest.mark.parametrize("after", ["30", "0"])
 def test_a_server_that_never_has_room_fails_the_sample_once_its_time_is_over(after: str) -> None:
     (outcome,), _ = ask(busy_first(10_000, after=after), [1.0], max_retries=0, timeout=0.3)
-    assert isinstance(outcome, RewardFailure) and outcome.reason.endswith("answered with status 503: 'full'")
+    assert isinstance(outcome, RewardFailure) and "answered with status 503: 'full'" in outcome.reason
+
+
+def test_waiting_for_room_does_not_add_to_the_time_that_all_tries_of_a_sample_have() -> None:
+    full = [True] * 3
+
+    def answer(_: dict[str, Any]) -> Any:
+        return web.Response(status=503, headers={"Retry-After": "0"}) if full and full.pop() else asyncio.sleep(20)
+
+    # The tries that hang have a second each, and begin after some waiting.
+    (outcome,), (server,) = ask(answer, [1.0], max_retries=1, timeout=1.0)
+    assert outcome.reason == (
+        f"reward server {server.url} took longer than 1 s (--reward.timeout); given up after 2 s "
+        "(--reward.timeout x (1 + --reward.max_retries))"
+    )
+    assert len(server.requests) == 5
 
 
 def test_a_key_is_sent_to_every_server() -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from openrlhf.serve import app
 from openrlhf.serve.model import RewardModel
 from openrlhf.serve.server import listen
 from openrlhf.utils.errors import RunError
-from tests.serve_room import MEAN, STD, Client, load, make_reward_model, plain_scores, serving
+from tests.serve_room import MEAN, STD, Client, Held, ask, load, make_reward_model, plain_scores, serving
 
 TEXTS = [
     "hello world",
@@ -45,34 +45,6 @@ def model(folder: Path) -> RewardModel:
 @pytest.fixture(scope="module")
 def expected(folder: Path, model: RewardModel) -> list[float]:
     return plain_scores(folder, TEXTS, model.tokenizer)
-
-
-class Held:
-    """A model whose forwards wait at a door."""
-
-    def __init__(self, model: RewardModel) -> None:
-        self._model = model
-        self.door = threading.Event()
-        self.began = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        self.began.set()
-        assert self.door.wait(30)
-        return self._model.score(rows)
-
-
-def ask(load: Callable[[], Any], talk: Callable[[Client], Coroutine[Any, Any, Any]], **flags: Any) -> Any:
-    """Returns: what ``talk`` with a server that is ready returned."""
-
-    async def main() -> Any:
-        async with serving(load, **flags) as client:
-            await client.until_ready()
-            return await talk(client)
-
-    return asyncio.run(main())
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -139,6 +111,7 @@ def test_every_bad_request_is_refused_in_one_sentence_and_the_next_good_one_is_a
         answers = []
         for body, _, _ in BAD:
             answers += [await client.post(body), await client.post({"query": TEXTS[:1]})]
+        assert client.server.gate.bytes == client.server.gate.texts == 0
         return answers
 
     answers = ask(lambda: model, talk)

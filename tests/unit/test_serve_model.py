@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.config import ConfigError
 from openrlhf.data.templates import render_messages, render_prompt
+from openrlhf.serve.metrics import ServerMetrics
 from openrlhf.serve.model import TextError, encode_query
+from openrlhf.serve.worker import ScoringWorker
 from tests.serve_room import load, make_reward_model
 from tests.tiny_models import make_tiny_model, make_tokenizer
 from tests.unit.test_data_templates import word_tokenizer
@@ -49,7 +56,7 @@ def test_plain_text_has_the_bos_of_its_training_once_and_an_eos_only_where_it_is
     assert encode_query(turns, "hi") == [1, 11]
 
 
-def test_what_the_policy_saw_and_sampled_comes_back_as_the_very_tokens() -> None:
+def test_tokens_that_are_as_the_tokenizer_cuts_text_come_back_as_they_were() -> None:
     tokenizer = make_tokenizer()
     messages = [{"role": "user", "content": "what is 1 + 2 ?"}]
     ids = tokenizer(render_messages(tokenizer, messages, add_generation_prompt=True), add_special_tokens=False)
@@ -94,3 +101,34 @@ def test_a_token_without_an_embedding_is_named(tmp_path) -> None:
     model.tokenizer.add_tokens([f"beyond{number}" for number in range(9)])
     with pytest.raises(TextError, match=r"holds token 5\d\d, and the model has embeddings for 512"):
         model.encode("beyond8")
+
+
+def test_a_real_forward_that_runs_out_of_memory_leaves_none_of_its_tensors_to_the_next_one(tmp_path) -> None:
+    model = load(make_reward_model(tmp_path / "rm"))
+    rows = [model.encode(text) for text in ("hello world", "one two three")]
+    expected = [model.score([row])[0] for row in rows]
+    alive: list[int] = []
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def before(*_: Any) -> None:
+        alive.append(sum(tensor() is not None for tensor in held))
+
+    def after(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        held.extend(map(weakref.ref, (*inputs, output)))
+        if len(held) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.model.register_forward_pre_hook(before)
+    last = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)][-2]
+    last.register_forward_hook(after)
+    worker = ScoringWorker(lambda: model, ServerMetrics(), max_tokens=100)
+    futures = [worker.submit([row]) for row in rows]
+    gc.disable()
+    try:
+        worker.start()
+        assert [future.result(60)[0] for future in futures] == pytest.approx(expected, abs=1e-5)
+    finally:
+        gc.enable()
+        worker.stop(60)
+    # Both requests together, one token, and each request alone.
+    assert not any(alive) and len(alive) == 4 and len(held) == 8

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -35,6 +37,40 @@ class Numbers:
         if self.broken or POISON in first:
             raise IndexError("index out of range")
         return [math.nan if token == NAN else float(token) for token in first]
+
+    def release_memory(self) -> None:
+        pass
+
+
+class Activations:
+    """What a forward holds."""
+
+
+class Hungry(Numbers):
+    """Runs out of memory above ``most`` rows; what a forward held must be gone when the memory is wanted again."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+        self._held: weakref.ref[Activations] | None = None
+        self.released = 0
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        self._must_be_gone()
+        activations = Activations()
+        self._held = weakref.ref(activations)
+        scores = super().score(rows)
+        if len(rows) > self._most:
+            raise MemoryError("out of memory")
+        return scores
+
+    def release_memory(self) -> None:
+        self.released += 1
+        self._must_be_gone()
+
+    def _must_be_gone(self) -> None:
+        if self._held is not None and self._held() is not None:
+            raise AssertionError("a failed forward still holds its memory")
 
 
 @pytest.fixture
@@ -97,6 +133,27 @@ def test_a_poisoned_request_fails_alone_and_those_that_shared_its_forward_are_an
     with pytest.raises(ScoringError, match=r"could not score it \(IndexError: index out of range\)"):
         poisoned.result(WAIT_S)
     assert worker.submit([[9]]).result(WAIT_S) == [9.0] and worker.ready
+
+
+def test_nothing_of_a_forward_that_ran_out_of_memory_lives_when_its_requests_are_run_alone() -> None:
+    model = Hungry(most=1)
+    worker = ScoringWorker(lambda: model, ServerMetrics(), max_tokens=100)
+    # By counting alone: that the collector may come in between is no answer.
+    gc.disable()
+    try:
+        worker.start()
+        held(worker, model)
+        apart, together = [worker.submit([[token]]) for token in (5, 6)], worker.submit([[7], [8]])
+        model.door.set()
+        assert [future.result(WAIT_S) for future in apart] == [[5.0], [6.0]]
+        with pytest.raises(ScoringError, match=r"could not score it \(MemoryError: out of memory\)"):
+            together.result(WAIT_S)
+        assert worker.submit([[9]]).result(WAIT_S) == [9.0] and worker.ready
+        assert model.released == 2
+    finally:
+        gc.enable()
+        model.door.set()
+        worker.stop(WAIT_S)
 
 
 def test_a_score_that_is_no_number_fails_its_request_and_names_the_text(worker, model) -> None:
