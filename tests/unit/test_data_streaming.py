@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import ConfigError, check
+from openrlhf.data import streaming
 from openrlhf.data.errors import DataError
 from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.sft import SFTDataset, SFTFormat
@@ -100,19 +101,20 @@ def test_a_bad_row_is_named_when_its_turn_comes_and_one_of_the_first_at_the_star
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_is_taken_whose_first_rows_teach_nothing_and_refused_where_no_row_does(workers, tmp_path):
-    useless = [{"input": "long " * 90, "output": "a"}] * (2 * FIRST_ROWS)
+def test_data_is_taken_whose_first_rows_teach_nothing_and_refused_where_no_row_does(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "FIRST_ROWS", 3)
+    useless = [{"input": "long " * 90, "output": "a"}] * 6
     tokenise = partial(SFTDataset, tokenizer=make_tokenizer(), form=FORM, max_len=60)
     data = StreamedRows(load(write(tmp_path / "a.jsonl", [*useless, *sums(3)])), tokenise, workers=workers)
     try:
         rows = load(write(tmp_path / "b.jsonl", sums(3)))
         assert data.largest_token == tokenise(rows).largest_token
-        assert data.window([0]) is None and len(data.window([2 * FIRST_ROWS + 1, 1])) == 1
+        assert data.window([0]) is None and len(data.window([7, 1])) == 1
         assert data.closing() == "3 rows were met, 1 of them cut, 2 left out as unusable"
     finally:
         data.close()
 
-    said = f"c.jsonl: none of the {FIRST_ROWS} rows has .* raise it; the same goes for the {FIRST_ROWS} behind them$"
+    said = "c.jsonl: none of the 3 rows has .* raise it; the same goes for the 3 behind them$"
     with pytest.raises(DataError, match=said):
         StreamedRows(load(write(tmp_path / "c.jsonl", useless)), tokenise, workers=workers)
 
