@@ -41,6 +41,16 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
 
 
+def _loading(ds: DeepSpeedConfig) -> dict[str, Any]:
+    """What ``load_causal_lm`` is told of a model that is trained and of one that only answers."""
+    return {
+        "dtype": DTYPES[ds.param_dtype],
+        "attn_implementation": ds.attn_implementation,
+        "experts_implementation": ds.experts_implementation,
+        "liger": ds.use_liger_kernel,
+    }
+
+
 class DeepSpeedBackend(Answers):
     """One model, with an optimizer (``for_training``) or without one (``for_inference``).
 
@@ -123,10 +133,7 @@ class DeepSpeedBackend(Answers):
         stage = effective_stage(ds.zero_stage, ds.param_dtype)
         model = load_causal_lm(
             model_path,
-            dtype=DTYPES[ds.param_dtype],
-            attn_implementation=ds.attn_implementation,
-            experts_implementation=ds.experts_implementation,
-            liger=ds.use_liger_kernel,
+            **_loading(ds),
             device=where,
             trust_remote_code=trust_remote_code,
             gradient_checkpointing=gradient_checkpointing,
@@ -174,10 +181,7 @@ class DeepSpeedBackend(Answers):
         config = inference_config(ds, where, keep_whole=keep_whole) if sharded else None
         model = load_causal_lm(
             model_path,
-            dtype=DTYPES[ds.param_dtype],
-            attn_implementation=ds.attn_implementation,
-            experts_implementation=ds.experts_implementation,
-            liger=ds.use_liger_kernel,
+            **_loading(ds),
             device=where,
             trust_remote_code=trust_remote_code,
             zero3=config,

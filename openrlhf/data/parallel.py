@@ -25,7 +25,8 @@ PART, AHEAD = 64, 4
 
 _PR_SET_PDEATHSIG = 1
 
-# In a process of a pool: what it was started for.
+# In a process of a pool: what it was started for. An executor's initializer has only its process's globals to leave
+# anything in for later calls, and a function that holds rows and a tokenizer cannot travel with each call.
 _function: Callable[[Any], Any] | None = None
 
 

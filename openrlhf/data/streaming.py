@@ -38,11 +38,11 @@ class StreamedRows:
 
     Attributes:
         ahead: steps that ``announce`` wants to know of.
-        largest_token: the largest id in the first rows.
+        largest_token: the largest id in the first rows that can be used.
     """
 
     def __init__(self, rows: Rows, tokenise: Callable[[Rows], Tokenised], *, workers: int = 0) -> None:
-        """Tokenises the first rows.
+        """Tokenises the first rows, and more of them where nothing can be learned of those.
 
         Args:
             rows: at least one.
@@ -52,7 +52,7 @@ class StreamedRows:
 
         Raises:
             ConfigError: the settings cannot be used.
-            DataError: one of the first rows cannot be used.
+            DataError: one of these rows is not as the settings say, or nothing can be learned of any row.
         """
         self._rows = rows
         self._tokenise = tokenise
@@ -61,13 +61,21 @@ class StreamedRows:
         self.ahead = workers
         self._pool = ForkedPool(self._tokenised, workers) if workers else None
         self._under_way: dict[tuple[int, ...], Future[Tokenised | None]] = {}
-        first = range(min(FIRST_ROWS, len(rows)))
-        data = self.window(first)
-        if data is None:
-            # Raises, and says why.
-            data = tokenise(rows.take(FIRST_ROWS))
-        self.largest_token = data.largest_token
+        self.largest_token = self._first_usable().largest_token
         self._met = self._truncated = self._left_out = 0
+
+    def _first_usable(self) -> Tokenised:
+        for start in range(0, len(self), FIRST_ROWS):
+            data = self.window(range(start, min(start + FIRST_ROWS, len(self))))
+            if data is not None:
+                return data
+        try:
+            return self._tokenise(self._rows.take(FIRST_ROWS))
+        except NothingLeft as error:
+            if len(self) <= FIRST_ROWS:
+                raise
+            more = f"{error.problem}; the same goes for the {len(self) - FIRST_ROWS} behind them"
+            raise NothingLeft(more, source=error.source) from error
 
     def __len__(self) -> int:
         """Rows, usable or not."""

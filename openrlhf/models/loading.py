@@ -218,6 +218,37 @@ def load_causal_lm(
             no scalar head where one was asked for, or Liger no kernels for it.
     """
     device = torch.device(device)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if experts_implementation is not None:
+        options["experts_implementation"] = experts_implementation
+    if load_in_4bit:
+        options |= loading_arguments(dtype, device)
+    model = _read_model(path, device, attn_implementation, zero3, head, options)
+    if load_in_4bit:
+        keep_layout(model)
+    without_dropout(model)
+    if liger:
+        apply_liger(model)
+    if lora is not None:
+        attach_adapters(model, lora, base=path, seed=seed, dtype=dtype)
+    if gradient_checkpointing:
+        checkpoint_layers(model, gradient_checkpointing_reentrant)
+    return model if zero3 is not None else model.to(device)
+
+
+def _read_model(
+    path: str | Path,
+    device: torch.device,
+    attn_implementation: str,
+    zero3: dict[str, Any] | None,
+    head: HeadSpec | None,
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    """Reads the weights; each of them comes from the files, or the model is refused.
+
+    Args: ``options``: further arguments of ``from_pretrained``, ``dtype`` and ``trust_remote_code`` among them.
+    """
+    dtype, trust_remote_code = options["dtype"], options["trust_remote_code"]
     config = load_config(path, trust_remote_code=trust_remote_code)
     auto_class = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
     model_class = _model_class(auto_class, config, path, trust_remote_code)
@@ -228,30 +259,18 @@ def load_causal_lm(
         model, report = auto_class.from_pretrained(
             path,
             config=config,
-            dtype=dtype,
             attn_implementation=implementation,
-            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             # A scalar head replaces whatever other head the files hold; any other misfit is refused below, by name.
             ignore_mismatched_sizes=True,
-            **({} if experts_implementation is None else {"experts_implementation": experts_implementation}),
-            **(loading_arguments(dtype, device) if load_in_4bit else {}),
+            **options,
         )
     if head is not None:
         attach_head(model, head_weight, path, head.pad_token_id)
     check_report(path, report, has_head=head is not None)
-    if load_in_4bit:
-        keep_layout(model)
-    if zero3 is not None:
+    if sharded:
         _restore_buffers(model, auto_class, config, dtype, trust_remote_code)
-    without_dropout(model)
-    if liger:
-        apply_liger(model)
-    if lora is not None:
-        attach_adapters(model, lora, base=path, seed=seed, dtype=dtype)
-    if gradient_checkpointing:
-        checkpoint_layers(model, gradient_checkpointing_reentrant)
-    return model if zero3 is not None else model.to(device)
+    return model
 
 
 def _misfit_error(path: str | Path, name: str, found: Any, wanted: Any) -> ConfigError:

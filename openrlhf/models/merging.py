@@ -8,6 +8,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from openrlhf.config import LoraCombinerConfig
 from openrlhf.config.checks_combiner import PARTIAL
 from openrlhf.config.checks_system import check_whole_model, looks_local
 from openrlhf.config.errors import ConfigError
@@ -49,7 +49,28 @@ from openrlhf.utils.errors import RunError
 _PEFT_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, NotImplementedError, AttributeError)
 
 
-def merge_folders(config: LoraCombinerConfig, note: Callable[[str], None]) -> None:
+@dataclass(frozen=True)
+class MergeSpec:
+    """What is merged into what.
+
+    Attributes:
+        model_path: folder or hub name of the base; None takes the one that the adapter names.
+        lora_path: folder of the adapter.
+        output_path: folder for the merged model.
+        is_rm: the adapter is that of a reward model, and the merged model has a scalar head.
+        param_dtype: ``--ds.param_dtype``, of the merged weights.
+        trust_remote_code: code that the base brings along may run.
+    """
+
+    model_path: str | None
+    lora_path: str
+    output_path: str
+    is_rm: bool = False
+    param_dtype: str = "bf16"
+    trust_remote_code: bool = False
+
+
+def merge_folders(spec: MergeSpec, note: Callable[[str], None]) -> None:
     """Merges --lora_path into --model_path and writes --output_path.
 
     Args: ``note`` is told in a line what was found and what is done.
@@ -58,26 +79,26 @@ def merge_folders(config: LoraCombinerConfig, note: Callable[[str], None]) -> No
         ConfigError: one of the folders cannot be used, or the adapter does not fit the base.
         RunError: the model could not be written; nothing of it is left then.
     """
-    adapter = read_adapter(str(config.lora_path))
-    adapter.check_kind(is_rm=config.is_rm)
-    base = _base_of(config, adapter, note)
-    dtype = DTYPES[config.ds.param_dtype]
-    note(f"loading {base} in {config.ds.param_dtype}")
-    model, adapter = _load_base(base, adapter, config, dtype)
-    _check_room(model, str(config.output_path))
+    adapter = read_adapter(spec.lora_path)
+    adapter.check_kind(is_rm=spec.is_rm)
+    base = _base_of(spec, adapter, note)
+    dtype = DTYPES[spec.param_dtype]
+    note(f"loading {base} in {spec.param_dtype}")
+    model, adapter = _load_base(base, adapter, spec, dtype)
+    _check_room(model, spec.output_path)
     merged = merge(model, adapter, dtype)
-    _check_finite(merged, config.ds.param_dtype)
-    _write(merged, config, base, adapter, note)
+    _check_finite(merged, spec.param_dtype)
+    _write(merged, spec, base, adapter, note)
 
 
-def _base_of(config: LoraCombinerConfig, adapter: AdapterFiles, note: Callable[[str], None]) -> str:
+def _base_of(spec: MergeSpec, adapter: AdapterFiles, note: Callable[[str], None]) -> str:
     """The base that is named, or else the one that the adapter names."""
-    base = config.model_path or adapter.base
+    base = spec.model_path or adapter.base
     if not base:
         raise ConfigError(
             f"--model_path is missing, and {adapter.folder} does not say which model it was trained on: name the base"
         )
-    if config.model_path is None:
+    if spec.model_path is None:
         note(f"--model_path: {base}, which the adapter names as its base")
     elif adapter.base and Path(adapter.base).name != Path(base).name:
         note(f"the adapter names {adapter.base} as its base; merging it into {base}")
@@ -87,13 +108,13 @@ def _base_of(config: LoraCombinerConfig, adapter: AdapterFiles, note: Callable[[
 
 
 def _load_base(
-    path: str, adapter: AdapterFiles, config: LoraCombinerConfig, dtype: torch.dtype
+    path: str, adapter: AdapterFiles, spec: MergeSpec, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, AdapterFiles]:
     """Loads the base with as many embeddings as the adapter has, and for a reward model with its scalar head.
 
     Returns: the model on the CPU, and the adapter with its head, if it holds one, under the name that the model uses.
     """
-    loaded = load_config(path, trust_remote_code=config.trust_remote_code)
+    loaded = load_config(path, trust_remote_code=spec.trust_remote_code)
     quantised = loaded.to_dict().get("quantization_config")
     if quantised:
         kind = dict(quantised).get("quant_method", "unknown")
@@ -103,18 +124,18 @@ def _load_base(
         )
     head = None
     with reading("model", path):
-        if config.is_rm:
+        if spec.is_rm:
             adapter = adapter.with_exported_head(
                 loaded.get_text_config().hidden_size, _head_names(adapter.model_config, loaded.to_dict())
             )
             head = _prepare_head(path, loaded, adapter)
-        auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
+        auto_class = AutoModelForSequenceClassification if spec.is_rm else AutoModelForCausalLM
         with without_load_report():
             model, report = auto_class.from_pretrained(
                 path,
                 config=loaded,
                 dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
+                trust_remote_code=spec.trust_remote_code,
                 output_loading_info=True,
                 # A scalar head replaces whatever other head the files hold; any other misfit is refused by name.
                 ignore_mismatched_sizes=True,
@@ -317,9 +338,9 @@ def _check_room(model: nn.Module, output: str) -> None:
 
 
 def _write(
-    model: PreTrainedModel, config: LoraCombinerConfig, base: str, adapter: AdapterFiles, note: Callable[[str], None]
+    model: PreTrainedModel, spec: MergeSpec, base: str, adapter: AdapterFiles, note: Callable[[str], None]
 ) -> None:
-    folder = Path(str(config.output_path)).expanduser()
+    folder = Path(spec.output_path).expanduser()
     existed = folder.exists()
     partial = folder / PARTIAL
     source = tokenizer_folder(adapter.folder) or tokenizer_folder(base)
@@ -329,7 +350,7 @@ def _write(
         if source is None:
             note(f"neither {adapter.folder} nor {base} has a tokenizer: the merged folder has none")
         else:
-            _write_tokenizer(model, source, partial, config)
+            _write_tokenizer(model, source, partial, spec)
         model.save_pretrained(partial, max_shard_size="5GB")
         _move(partial, folder)
     except ConfigError:
@@ -362,15 +383,15 @@ def _clear(folder: Path, existed: bool) -> None:
         shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def _write_tokenizer(model: PreTrainedModel, source: Path, target: Path, config: LoraCombinerConfig) -> None:
+def _write_tokenizer(model: PreTrainedModel, source: Path, target: Path, spec: MergeSpec) -> None:
     """Copies the tokenizer's files; a reward model's is written anew where it has to pad with another token."""
     copy_tokenizer(source, target)
-    if not config.is_rm:
+    if not spec.is_rm:
         return
-    tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
     text = model.config.get_text_config()
     keep_pad_apart(tokenizer, text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id])
-    copied = AutoTokenizer.from_pretrained(target, trust_remote_code=config.trust_remote_code)
+    copied = AutoTokenizer.from_pretrained(target, trust_remote_code=spec.trust_remote_code)
     if copied.pad_token != tokenizer.pad_token:
         tokenizer.save_pretrained(target)
     text.pad_token_id = tokenizer.pad_token_id

@@ -36,6 +36,7 @@ class MlflowTracker:
     """Sends metrics to MLflow.
 
     MLflow is an onlooker: where it cannot be reached or fails, the run goes on without it, and ``warn`` is told once.
+    Files are stored elsewhere than metrics, so where it takes none of them, metrics still go there.
     """
 
     def __init__(
@@ -52,16 +53,16 @@ class MlflowTracker:
             config: where to send, and under which names.
             folder: where the run's id is kept.
             run_config: the settings of the run, which become files beside its metrics.
-            warn: told in one sentence what did not work.
+            warn: told in one sentence what did not work, once of each.
             resume_step: the step that a resumed run goes on from; 0 starts a new MLflow run.
         """
         self._warn = warn
-        self._alive = True
+        self._alive = self._takes_files = True
         self._run_id = ""
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         remembered = Path(folder) / MLFLOW_RUN_FILE
-        earlier = remembered.read_text().strip() if resume_step > 0 and remembered.exists() else ""
+        earlier = self._earlier(remembered) if resume_step > 0 else ""
 
         def start() -> None:
             from mlflow import MlflowClient
@@ -72,12 +73,31 @@ class MlflowTracker:
                 self._run_id = earlier
             else:
                 self._run_id = self._client.create_run(self._experiment(config), run_name=config.run_name).info.run_id
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            remembered.write_text(self._run_id + "\n")
-            for name, text in run_config.items():
-                self._client.log_text(self._run_id, str(text), f"{name}.yaml")
 
         self._try(start)
+        if self._alive and not earlier:
+            self._remember(remembered)
+        for name, text in run_config.items():
+            self._upload(f"{name}.yaml", str(text))
+
+    def _earlier(self, remembered: Path) -> str:
+        """Returns: the id of the run to go on with; an empty text where there is none."""
+        try:
+            return remembered.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return ""
+        except (OSError, ValueError) as error:
+            self._warn(f"{remembered} cannot be read ({_reason(error)}); MLflow gets a new run for the steps to come")
+            return ""
+
+    def _remember(self, remembered: Path) -> None:
+        try:
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            remembered.write_text(self._run_id + "\n", encoding="utf-8")
+        except OSError as error:
+            self._warn(
+                f"{remembered} cannot be written ({_reason(error)}); a resumed run will begin a new one in MLflow"
+            )
 
     def _experiment(self, config: MlflowConfig) -> str:
         found = self._client.get_experiment_by_name(config.experiment)
@@ -97,11 +117,20 @@ class MlflowTracker:
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Sends a text as a file of its step."""
-        self._try(lambda: self._client.log_text(self._run_id, text, f"{mlflow_name(name)}/{step}.txt"))
+        self._upload(f"{mlflow_name(name)}/{step}.txt", text)
 
     def close(self) -> None:
         """Ends the run."""
         self._try(lambda: self._client.set_terminated(self._run_id))
+
+    def _upload(self, file: str, text: str) -> None:
+        if not (self._alive and self._takes_files):
+            return
+        try:
+            self._client.log_text(self._run_id, text, file)
+        except Exception as error:
+            self._takes_files = False
+            self._warn(f"MLflow did not take {file} ({_reason(error)}); it gets no more files, metrics still go there")
 
     def _try(self, action: Callable[[], Any]) -> None:
         if not self._alive:
@@ -110,5 +139,8 @@ class MlflowTracker:
             action()
         except Exception as error:
             self._alive = False
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self._warn(f"MLflow failed ({reason}); the run goes on without it, metrics.jsonl has all metrics")
+            self._warn(f"MLflow failed ({_reason(error)}); the run goes on without it, metrics.jsonl has all metrics")
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

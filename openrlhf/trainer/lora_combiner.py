@@ -19,6 +19,14 @@ def run(config: LoraCombinerConfig) -> None:
     prepare_process("cpu", bars=sys.stdout.isatty())
     # peft imports bitsandbytes, which recommends another package whenever it is imported on a CPU.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from openrlhf.models.merging import merge_folders
+    from openrlhf.models.merging import MergeSpec, merge_folders
 
-    merge_folders(config, note=lambda text: print(text, flush=True))
+    spec = MergeSpec(
+        model_path=config.model_path,
+        lora_path=str(config.lora_path),
+        output_path=str(config.output_path),
+        is_rm=config.is_rm,
+        param_dtype=config.ds.param_dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    merge_folders(spec, note=lambda text: print(text, flush=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,12 +84,15 @@ def reward_statistics(backend: Backend, objective: Objective, micro_batch_size: 
     """Scores the rows of up to ``STATISTICS_PAIRS`` pairs, spread evenly over the data; collective.
 
     Returns: mean and unbiased standard deviation of the scores, chosen and rejected ones together, and how many pairs.
-        The deviation of scores that are all equal is given as 1, by which they can be divided.
+        The deviation of scores that are all equal is given as 1, by which they can be divided. Where none of the pairs
+        can be used, as rows that are tokenised in their turn may be, 0 and 1, which leave scores as they are, and 0.
     """
     pairs = objective.num_items
     count = min(pairs, STATISTICS_PAIRS)
     objective, items = objective.window([place * pairs // count for place in range(count)])
     count = len(items)
+    if not count:
+        return 0.0, 1.0, 0
     found = [
         objective.scores(backend, batch).flatten().double()
         for batch in micro_batches(backend, objective, items, micro_batch_size)
@@ -97,6 +101,25 @@ def reward_statistics(backend: Backend, objective: Objective, micro_batch_size: 
     mean = backend.all_reduce(float(scores.sum())) / (2 * count)
     squares = backend.all_reduce(float((scores - mean).square().sum()))
     return mean, math.sqrt(squares / (2 * count - 1)) or 1.0, count
+
+
+def record_statistics(backend: Backend, objective: Objective, micro_batch_size: int, kind: str) -> str:
+    """Has the exported config hold what --reward.normalize_enable reads; collective.
+
+    Args:
+        kind: of the pairs, "training" or "held-out".
+
+    Returns: a line on what was recorded.
+    """
+    mean, std, pairs = reward_statistics(backend, objective, micro_batch_size)
+    # Without a pair too: the head is new, and the model that it was put on may come with statistics of its own.
+    backend.set_reward_statistics(mean, std)
+    if not pairs:
+        return (
+            f"warning: of the {kind} pairs that were drawn for the statistics of rewards none can be used: config.json "
+            "gets mean 0 and standard deviation 1, by which --reward.normalize_enable changes nothing"
+        )
+    return f"rewards of {pairs} {kind} pairs: mean {mean:.4g}, standard deviation {std:.4g}, kept in config.json"
 
 
 def run(config: RMConfig) -> None:
@@ -136,14 +159,8 @@ def train(
     check_vocabulary(backend, [data] if evaluation is None else [data, evaluation], config.model.model_name_or_path)
     objective = objective_over(data, lambda part: RewardObjective(part, config.model, tokenizer.pad_token_id))
     held_out = None if evaluation is None else RewardObjective(evaluation, config.model, tokenizer.pad_token_id)
-
-    def record_statistics() -> str:
-        """What --reward.normalize_enable reads; held-out pairs tell best what the model will say of new ones."""
-        mean, std, pairs = reward_statistics(backend, held_out or objective, config.train.micro_batch_size)
-        backend.set_reward_statistics(mean, std)
-        kind = "training" if held_out is None else "held-out"
-        return f"rewards of {pairs} {kind} pairs: mean {mean:.4g}, standard deviation {std:.4g}, kept in config.json"
-
+    # Held-out pairs tell best what the model will say of new ones.
+    scored, kind = (objective, "training") if held_out is None else (held_out, "held-out")
     train_and_export(
         config,
         backend,
@@ -155,7 +172,7 @@ def train(
             "--model.loss_type": config.model.loss_type,
             "--model.margin_loss_enable": config.model.margin_loss_enable,
         },
-        before_export=record_statistics,
+        before_export=partial(record_statistics, backend, scored, config.train.micro_batch_size, kind),
     )
     return backend
 

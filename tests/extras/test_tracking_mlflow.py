@@ -97,6 +97,41 @@ def test_an_mlflow_that_fails_later_is_said_once_and_a_run_that_it_forgot_too(tm
     assert len(warnings) == 2 and "0" * 32 in warnings[1]
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", None])
+def test_an_id_of_a_run_that_cannot_be_read_is_told_and_training_goes_on_under_a_new_one(content, tmp_path, store):
+    file, warnings = tmp_path / "out" / "mlflow_run.txt", []
+    file.parent.mkdir()
+    file.mkdir() if content is None else file.write_bytes(content)
+    tracker = opened(tmp_path, store, warnings, resume_step=1)
+    tracker.log(2, {"x": 1.0})
+    tracker.close()
+    assert warnings[0].startswith(f"{file} cannot be read (") and warnings[0].endswith(
+        "a new run for the steps to come"
+    )
+    client = client_of(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert [entry.step for entry in client.get_metric_history(run.info.run_id, "x")] == [2]
+    if content is None:
+        assert len(warnings) == 2 and "mlflow_run.txt cannot be written (" in warnings[1]
+    else:
+        assert len(warnings) == 1 and file.read_text() == f"{run.info.run_id}\n"
+
+
+def test_an_mlflow_that_takes_no_files_still_gets_the_metrics_and_it_is_said_once(tmp_path, store):
+    client, warnings = client_of(store), []
+    (tmp_path / "blocked").write_text("a file where files are to be stored")
+    client.create_experiment("sums", artifact_location=f"file://{tmp_path}/blocked/below")
+    tracker = opened(tmp_path, store, warnings)
+    for step in (1, 2):
+        tracker.log(step, {"x": float(step)})
+        tracker.log_text(step, "rollout", "3+4=7")
+    tracker.close()
+    assert len(warnings) == 1 and warnings[0].startswith("MLflow did not take flags.yaml (")
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert [entry.value for entry in client.get_metric_history(run.info.run_id, "x")] == [1.0, 2.0]
+    assert run.info.status == "FINISHED"
+
+
 @pytest.mark.parametrize(
     ("name", "taken"),
     [

@@ -6,9 +6,11 @@ import gc
 import importlib.machinery
 import importlib.util
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,26 @@ def bitsandbytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "openrlhf.config.checks_system.find_spec",
         lambda name, *rest: spec if name == "bitsandbytes" else find(name, *rest),
     )
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models to put adapters on, by name; none may be changed."""
+    # Here, because few files of tests need peft.
+    from tests.unit.adapter_folders import make_bases
+
+    return make_bases(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(scope="session")
+def query_saved(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``query`` copies."""
+    from tests.unit.adapter_folders import QUERY, causal_adapter
+
+    return causal_adapter(bases["tied"], tmp_path_factory.mktemp("saved") / "adapter", **QUERY)
+
+
+@pytest.fixture
+def query(query_saved: Path, tmp_path: Path) -> Path:
+    """An adapter of the tied base that a test may change."""
+    return shutil.copytree(query_saved, tmp_path / "adapter")

@@ -15,6 +15,7 @@ from benchmarks.supervised_cases import (
     LINE_BREAK_TEMPLATE,
     SEED,
     Case,
+    Difference,
     Settings,
     command_here,
     job_of_trl,
@@ -22,7 +23,7 @@ from benchmarks.supervised_cases import (
     make_rows,
     write_data,
 )
-from benchmarks.supervised_losses import compare, losses_table, weights_apart
+from benchmarks.supervised_losses import as_known, compare, losses_table, weights_apart
 from benchmarks.supervised_speed import pack_length, speed_table, steps_here, summary
 from openrlhf.config import check, parse
 from openrlhf.config.errors import ConfigError
@@ -57,6 +58,35 @@ def test_a_loss_that_is_no_number_and_a_missing_step_are_no_agreement(broken: tu
     assert not compare([], [])["agree"]
 
 
+def test_losses_that_differ_as_they_are_known_to_are_as_known_and_others_are_not() -> None:
+    known = Difference("another loss", first=3, most=0.1)
+    there = _steps(1.0, 2.0, 3.0, 4.0)
+    assert as_known(_steps(1.0, 2.0, 3.05, 4.09), there, known) and as_known(there, there, None)
+    # Before its first step a difference is not there yet.
+    assert as_known(there[:2], there[:2], known)
+    too_early, too_far, nowhere = (1.0, 2.01, 3.05, 4.0), (1.0, 2.0, 3.0, 4.11), (1.0, 2.0, 3.0, 4.0)
+    for losses in (too_early, too_far, nowhere):
+        assert not as_known(_steps(*losses), there, known)
+    assert not as_known(_steps(1.0, 2.0, 3.05, 4.0), there, None)
+    # Beyond the steps that the bound was measured over, it grows without being wrong.
+    assert as_known(_steps(*[1.0] * 2, *[1.1] * 18, 1.5), _steps(*[1.0] * 2, *[1.05] * 18, 1.0), known)
+
+
+@pytest.mark.parametrize("known", [None, Difference("another loss", first=1, most=0.1)])
+@pytest.mark.parametrize("part", ["loss", "grad_norm", "lr"])
+def test_a_known_difference_excuses_no_lost_step_no_nan_and_no_other_learning_rate(part: str, known) -> None:
+    there = _steps(1.0, 2.0, 3.0)
+    here = there if known is None else _steps(1.05, 2.0, 3.0)
+    assert as_known(here, there, known)
+    assert not as_known(here[:2], there, known) and not as_known(here, there[:2], known)
+    assert not as_known([], [], known)
+    for broken in (math.nan, math.inf):
+        assert not as_known([*here[:2], here[2] | {part: broken}], there, known)
+        assert not as_known(here, [*there[:2], there[2] | {part: broken}], known)
+    if part == "lr":
+        assert not as_known([*here[:2], here[2] | {part: 1.1e-3}], there, known)
+
+
 def test_the_table_says_where_losses_part() -> None:
     same = compare(_steps(1.0), _steps(1.0)) | {"weights": 0.0, "differs": None}
     other = compare(_steps(1.0), _steps(2.0)) | {"weights": 0.5, "differs": "another loss"}
@@ -70,10 +100,12 @@ def test_final_weights_are_compared_by_name(tmp_path: Path) -> None:
         "a": {"w": torch.zeros(2)},
         "b": {"w": torch.tensor([0.0, 0.25])},
         "c": {"v": torch.zeros(2)},
+        "d": {"w": torch.tensor([math.nan, 0.0])},
     }.items():
         (tmp_path / name).mkdir()
         save_file(weights, tmp_path / name / "model.safetensors")
     assert weights_apart(tmp_path / "a", tmp_path / "b") == 0.25
+    assert math.isnan(weights_apart(tmp_path / "a", tmp_path / "d"))
     with pytest.raises(ValueError, match=r"only one of .* has \['v', 'w'\]"):
         weights_apart(tmp_path / "a", tmp_path / "c")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf.config import ConfigError, check
+from openrlhf.data import streaming
 from openrlhf.data.errors import DataError
 from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.sft import SFTDataset, SFTFormat
@@ -97,6 +98,25 @@ def test_a_bad_row_is_named_when_its_turn_comes_and_one_of_the_first_at_the_star
         streamed(load(write(tmp_path / "b.jsonl", [*sums(2), "{broken\n", *sums(2)])))
     with pytest.raises(DataError, match="none of the 2 rows has a trained token within --data.max_len 5"):
         streamed(load(write(tmp_path / "c.jsonl", sums(2))), max_len=5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_is_taken_whose_first_rows_teach_nothing_and_refused_where_no_row_does(workers, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "FIRST_ROWS", 3)
+    useless = [{"input": "long " * 90, "output": "a"}] * 6
+    tokenise = partial(SFTDataset, tokenizer=make_tokenizer(), form=FORM, max_len=60)
+    data = StreamedRows(load(write(tmp_path / "a.jsonl", [*useless, *sums(3)])), tokenise, workers=workers)
+    try:
+        rows = load(write(tmp_path / "b.jsonl", sums(3)))
+        assert data.largest_token == tokenise(rows).largest_token
+        assert data.window([0]) is None and len(data.window([7, 1])) == 1
+        assert data.closing() == "3 rows were met, 1 of them cut, 2 left out as unusable"
+    finally:
+        data.close()
+
+    said = "c.jsonl: none of the 3 rows has .* raise it; the same goes for the 3 behind them$"
+    with pytest.raises(DataError, match=said):
+        StreamedRows(load(write(tmp_path / "c.jsonl", useless)), tokenise, workers=workers)
 
 
 def test_files_that_have_to_be_read_whole_are_named_and_lines_of_json_are_not(tmp_path):

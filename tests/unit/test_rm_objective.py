@@ -11,8 +11,10 @@ import torch
 from openrlhf.config import RMModelConfig
 from openrlhf.data.preference import PreferenceDataset, PreferenceFormat
 from openrlhf.data.sources import load_dataset_mix
+from openrlhf.data.streaming import StreamedRows
 from openrlhf.trainer import rm
-from openrlhf.trainer.rm import RewardObjective, reward_statistics
+from openrlhf.trainer.rm import RewardObjective, record_statistics, reward_statistics
+from openrlhf.trainer.streamed import StreamedObjective
 from tests.tiny_models import PAD_ID, make_tokenizer
 
 SETTINGS = RMModelConfig(margin_loss_enable=True)
@@ -32,6 +34,9 @@ class Embedded:
 
     def all_reduce(self, value):
         return value
+
+    def set_reward_statistics(self, mean, std):
+        self.recorded = (mean, std)
 
 
 @pytest.fixture
@@ -114,3 +119,26 @@ def test_scores_that_are_all_equal_have_a_deviation_by_which_they_can_be_divided
     backend = Embedded()
     backend.numbers = torch.zeros(512)
     assert reward_statistics(backend, RewardObjective(data, SETTINGS, PAD_ID), 2)[:2] == (0.0, 1.0)
+
+
+def test_statistics_are_of_the_pairs_that_can_be_used_and_where_none_can_scores_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(rm, "STATISTICS_PAIRS", 2)
+    lines = [{"chosen": "3 yes", "rejected": f"3 {word}"} for word in ("yes", "no", "yes", "red")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = load_dataset_mix(str(tmp_path / "a.jsonl"), None, split="train", max_samples=99, seed=0)
+    tokenizer = make_tokenizer()
+
+    def streamed(order):
+        data = StreamedRows(
+            rows.select(order), lambda part: PreferenceDataset(part, tokenizer, PreferenceFormat(), max_len=64)
+        )
+        return StreamedObjective(data, lambda part: RewardObjective(part, RMModelConfig(), PAD_ID))
+
+    # The first and the third of four are drawn, whose responses are the same.
+    backend = Embedded()
+    said = record_statistics(backend, streamed([0, 1, 2, 3]), 2, "training")
+    assert backend.recorded == (0.0, 1.0)
+    assert said.startswith("warning: of the training pairs that were drawn for the statistics of rewards none can be")
+
+    said = record_statistics(backend, streamed([0, 2, 1, 3]), 2, "training")
+    assert said.startswith("rewards of 1 training pairs: mean ") and backend.recorded[0] != 0.0
