@@ -144,6 +144,7 @@ class DeepSpeedBackend(Answers):
             load_in_4bit=ds.load_in_4bit,
             seed=seed,
         )
+        torch.manual_seed(seed + dist.get_rank())  # Ranks share their adapters, and each has its own dropout.
         engine, stepped = engine_with_optimizer(model, optimizer, total_steps, where, DTYPES[ds.param_dtype], config)
         backend = cls(
             engine,

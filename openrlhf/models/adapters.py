@@ -109,7 +109,8 @@ def attach_adapters(
         base_model_name_or_path=str(base),
     )
     # Drawn on the CPU, and without a trace in the generators that training goes on with.
-    with torch.random.fork_rng(devices=[]):
+    cards = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=cards):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, NAME)
     for layer in adapter_layers(model).values():

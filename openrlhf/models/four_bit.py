@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from openrlhf.config.errors import ConfigError
 from openrlhf.models.value_head import EXPORTED
 
 # Whenever it is imported on a CPU, and transformers does so through peft, bitsandbytes recommends another package.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+# What transformers' models call their output head.
+_HEADS = ("lm_head", "embed_out", "output_projection")
 
 
 def loading_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -26,7 +32,7 @@ def loading_arguments(dtype: torch.dtype, device: torch.device) -> dict[str, Any
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
         # Log-probs and scores are computed inside the heads, from their own weights.
-        llm_int8_skip_modules=["lm_head", EXPORTED],
+        llm_int8_skip_modules=[*_HEADS, EXPORTED],
     )
     return {"quantization_config": quantization, "device_map": {"": str(device)}}
 
@@ -40,6 +46,16 @@ def keep_layout(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
+
+
+def check_head(model: PreTrainedModel, path: str | Path) -> None:
+    """Raises ConfigError where the output head was packed too: log-probs are computed from its weight."""
+    head = model.get_output_embeddings()
+    if head is not None and is_four_bit(head.weight):
+        raise ConfigError(
+            f"--ds.load_in_4bit: the output head of {path}, a {type(model).__name__}, has none of the names "
+            f"{', '.join(_HEADS)}, by which it would be left out; leave the flag out"
+        )
 
 
 def is_four_bit(parameter: nn.Parameter) -> bool:

@@ -30,7 +30,7 @@ from openrlhf.config.errors import ConfigError
 from openrlhf.config.precision import PRECISIONS
 from openrlhf.models.adapters import attach_adapters
 from openrlhf.models.attention import choose_attention
-from openrlhf.models.four_bit import keep_layout, loading_arguments
+from openrlhf.models.four_bit import check_head, keep_layout, loading_arguments
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.training_mode import checkpoint_layers, without_dropout
 from openrlhf.models.value_head import EXPORTED_WEIGHT, HeadSpec, attach_head, prepare_head
@@ -225,6 +225,7 @@ def load_causal_lm(
         options |= loading_arguments(dtype, device)
     model = _read_model(path, device, attn_implementation, zero3, head, options)
     if load_in_4bit:
+        check_head(model, path)
         keep_layout(model)
     without_dropout(model)
     if liger:

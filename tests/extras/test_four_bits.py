@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BioGptConfig
 
+from openrlhf.config import ConfigError
 from openrlhf.models.forward import score_tokens
 from openrlhf.models.four_bit import is_four_bit, whole_numel
 from tests.adapter_models import LORA, TOKENS, load, logits, merged, moved, ragged_batch, trained
@@ -52,6 +53,23 @@ def test_four_bit_weights_answer_alike_with_and_without_a_gradient(four_bit: Any
     assert (loss - scored).abs().max() < 1e-6
     loss.sum().backward()
     assert all(item.grad.isfinite().all() and item.grad.any() for item in four_bit.parameters() if item.requires_grad)
+
+
+def test_heads_of_other_names_stay_whole_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BioGptConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    whole = load(tmp_path, load_in_4bit=True)
+    assert not is_four_bit(whole.get_output_embeddings().weight)
+    monkeypatch.setattr("openrlhf.models.four_bit._HEADS", ("lm_head",))
+    with pytest.raises(ConfigError, match="--ds.load_in_4bit: the output head of .*, a BioGptForCausalLM, has none of"):
+        load(tmp_path, load_in_4bit=True)
 
 
 def _make(folder: Path, stage: int, **options: Any) -> Any:
