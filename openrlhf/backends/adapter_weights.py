@@ -17,11 +17,11 @@ from openrlhf.backends.distributed import raise_if_any
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.weights import GATHER_BYTES, buckets, gathered, replace_files
 from openrlhf.models.adapters import PlainWeight, plain_weights, save_adapter
-from openrlhf.models.four_bit import whole_numel
+from openrlhf.models.four_bit import whole_dtype, whole_numel
 
 
 def _size(weight: PlainWeight) -> int:
-    return sum(whole_numel(parameter) * parameter.element_size() for parameter in weight.parameters)
+    return sum(whole_numel(parameter) * whole_dtype(parameter).itemsize for parameter in weight.parameters)
 
 
 def merged_parameters(

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,23 +35,35 @@ def convert_to_universal(state: Path, target: Path) -> None:
         OSError: nothing can be written there.
         RuntimeError: the converter failed or took too long; ``target`` does not exist then.
     """
-    with _sole_converter(target):
+    end = time.monotonic() + CONVERSION_S
+    with _sole_converter(target, end):
         if not target.is_dir():
-            _convert(state, target)
+            _convert(state, target, end - time.monotonic())
 
 
 @contextmanager
-def _sole_converter(target: Path) -> Iterator[None]:
+def _sole_converter(target: Path, end: float) -> Iterator[None]:
     """One conversion at a time: a run that resumes may meet the one that was started ahead, and waits for its end."""
     folder = os.open(target.parent, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        while not _locked(folder):
+            if time.monotonic() > end:
+                raise RuntimeError(f"another conversion of {target.parent} has not ended within {CONVERSION_S:.0f} s")
+            time.sleep(1)
         yield
     finally:
         os.close(folder)
 
 
-def _convert(state: Path, target: Path) -> None:
+def _locked(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _convert(state: Path, target: Path, seconds: float) -> None:
     partial = target.with_name(PARTIAL_UNIVERSAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -59,7 +72,7 @@ def _convert(state: Path, target: Path) -> None:
     command += ["--input_folder", str(state), "--output_folder", str(partial / UNIVERSAL)]
     command += ["--num_extract_workers", workers, "--num_merge_workers", workers]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERSION_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         if done.returncode != 0:
             lines = done.stderr.strip().splitlines() or ["no word"]
             raise RuntimeError(f"DeepSpeed's converter ended with status {done.returncode}: {lines[-1]}")

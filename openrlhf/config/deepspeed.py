@@ -87,6 +87,7 @@ class DeepSpeedConfig(LoadingConfig):
         return rank | {
             "--ds.lora.alpha": self.lora.alpha,
             "--ds.lora.dropout": self.lora.dropout,
+            "--ds.lora.target_modules": sorted(self.lora.target_modules),
             "--ds.load_in_4bit": self.load_in_4bit,
         }
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): the one place that knows peft.
+"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) of models in training; ``merging.py`` has those of files.
 
 Adapters are put into the layers of a model in place, so that it stays the transformers model that it was.
 """
@@ -32,6 +32,9 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # What peft's own model puts before the names of the model inside.
 _SAVED_PREFIX = "base_model.model."
 _FLAG = "--ds.lora.target_modules"
+# Layers of state-space blocks whose weights are handed to kernels past the layer: an adapter there would be left out.
+_PAST_THE_LAYER = frozenset({"out_proj", "dt_proj"})
+_STATE_SPACE = frozenset({"bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h"})
 
 
 def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
@@ -42,6 +45,8 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
     head = model.get_output_embeddings()
     kept = {name for name, module in model.named_modules() if module is head or name == EXPORTED}
     modules = dict(model.named_modules())
+    if model.config.model_type in _STATE_SPACE:
+        kept |= {name for name in modules if name.rpartition(".")[2] in _PAST_THE_LAYER}
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and name not in kept]
     if tuple(lora.target_modules) == (ALL_LINEAR,):
         if not linear:
@@ -58,13 +63,35 @@ def target_modules(model: PreTrainedModel, lora: LoraConfig) -> list[str]:
             )
         other = sorted(fitting - set(linear))
         if other:
-            what = "is the head" if other[0] in kept else f"is a {type(modules[other[0]]).__name__}"
             raise ConfigError(
-                f"{_FLAG} {wanted}: {other[0]} {what}, and only linear layers other than the head can have an adapter; "
-                f"leave it out, or take {ALL_LINEAR}"
+                f"{_FLAG} {wanted}: {other[0]} {_unfit(model, other[0])}, and only linear layers other than the head "
+                f"can have an adapter; leave it out, or take {ALL_LINEAR}"
             )
         found |= fitting
     return sorted(found)
+
+
+def _check_rank(rank: int, layers: list[nn.Module]) -> None:
+    """Raises ConfigError for a rank that no product of two matrices over these layers can have."""
+    widest = max(min(_sides(layer)) for layer in layers)
+    if rank > widest:
+        raise ConfigError(
+            f"--ds.lora.rank {rank} is above {widest}, the smaller side of the largest layer that gets an adapter: more "
+            "adds nothing; take a smaller rank"
+        )
+
+
+def _sides(layer: Any) -> tuple[int, int]:
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+
+
+def _unfit(model: PreTrainedModel, name: str) -> str:
+    module = model.get_submodule(name)
+    if module is model.get_output_embeddings() or name == EXPORTED:
+        return "is the head"
+    if name.rpartition(".")[2] in _PAST_THE_LAYER and model.config.model_type in _STATE_SPACE:
+        return "is read by a kernel past its adapter"
+    return f"is a {type(module).__name__}"
 
 
 def adapter_size(model: PreTrainedModel, lora: LoraConfig) -> int:
@@ -73,6 +100,7 @@ def adapter_size(model: PreTrainedModel, lora: LoraConfig) -> int:
     Raises: ConfigError where ``target_modules`` do not fit the model.
     """
     layers = [model.get_submodule(name) for name in target_modules(model, lora)]
+    _check_rank(lora.rank, layers)
     return sum(lora.rank * sum(layer.weight.shape) for layer in layers)
 
 
@@ -99,12 +127,14 @@ def attach_adapters(
     # Two seconds, which only those wait for who train adapters.
     import peft
 
+    names = target_modules(model, lora)
+    _check_rank(lora.rank, [model.get_submodule(name) for name in names])
     scalar = value_head(model) is not None
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=target_modules(model, lora),
+        target_modules=names,
         task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
         base_model_name_or_path=str(base),
     )

@@ -78,3 +78,8 @@ def whole_numel(parameter: nn.Parameter) -> int:
         return parameter.quant_state.shape.numel()
     # Under ZeRO stage 3 a parameter holds only this rank's part.
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def whole_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Returns: the dtype of the weights that a parameter stands for."""
+    return parameter.quant_state.dtype if is_four_bit(parameter) else parameter.dtype

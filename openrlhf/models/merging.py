@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -225,13 +226,15 @@ def merge(model: PreTrainedModel, adapter: AdapterFiles, dtype: torch.dtype) -> 
 
     Args:
         model: the base; it is changed.
-        dtype: of its weights.
+        dtype: of its weights, and of those that the adapter brings along.
 
     Returns: a plain model whose outputs are those of base and adapter together.
 
     Raises: ConfigError where they do not belong together.
     """
     tied = model.config.get_text_config().tie_word_embeddings
+    # Some models keep a few of them in float32 whatever is asked for.
+    dtypes = {name: tensor.dtype for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     with warnings.catch_warnings(action="ignore"), _refusing(adapter, "does not fit its base"):
         peft_model = PeftModel(model, adapter.settings)
         _check_loaded(adapter, set_peft_model_state_dict(peft_model, adapter.weights))
@@ -241,11 +244,13 @@ def merge(model: PreTrainedModel, adapter: AdapterFiles, dtype: torch.dtype) -> 
     layers = [module for module in peft_model.modules() if isinstance(module, BaseTunerLayer)]
     with warnings.catch_warnings(action="ignore"), _refusing(adapter, "cannot be merged"), torch.no_grad():
         for layer in tqdm(layers, desc="merging", disable=None, leave=False):
-            base_layer = layer.get_base_layer()
-            base_layer.float()
+            layer.get_base_layer().float()
             layer.merge()
-            base_layer.to(dtype)
-        merged = peft_model.unload().to(dtype)
+        merged = peft_model.unload()
+        for name, parameter in merged.named_parameters():
+            parameter.data = parameter.data.to(dtypes.get(name, dtype))
+        for name, buffer in merged.named_buffers():
+            buffer.data = buffer.data.to(dtypes.get(name, buffer.dtype))
     if tied:
         _tie_again(merged, forced=bool(adapter.settings.ensure_weight_tying))
     return merged
@@ -318,9 +323,10 @@ def _check_loaded(adapter: AdapterFiles, result: Any) -> None:
 def _check_finite(model: nn.Module, param_dtype: str) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
+            wider = {"fp16": "bf16, or fp32", "bf16": "fp32"}.get(param_dtype)
             raise ConfigError(
-                f"merged, {name} holds values that are no finite numbers in {param_dtype}: take --ds.param_dtype "
-                f"{'bf16' if param_dtype == 'fp16' else 'fp32'}"
+                f"merged, {name} holds values that are no finite numbers in {param_dtype}: "
+                + (f"take --ds.param_dtype {wider}" if wider else "the files of the base or of the adapter are damaged")
             )
 
 

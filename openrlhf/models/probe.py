@@ -38,12 +38,13 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
         model: a transformers model, or a DeepSpeed engine around one.
         packing_samples: False runs padded in any case.
 
-    Raises: ConfigError for a model whose log-probs depend on later tokens.
+    Raises: ConfigError for a model that answers with no numbers, or whose log-probs depend on later tokens.
     """
     module = unwrap(model)
     was_training = module.training
     module.eval()
     with torch.no_grad():
+        _check_numbers(model, device)
         scalar = value_head(module) is not None
         if scalar:
             _check_scores(model, device)
@@ -58,6 +59,24 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
             _say("%s answers otherwise when rows are packed; every row is padded instead", _name(module))
     module.train(was_training)
     return ForwardPlan(packed=packed, in_head=in_head)
+
+
+def _check_numbers(model: Any, device: torch.device) -> None:
+    """Raises ConfigError, on all ranks alike, where a model answers with NaN or infinity; it names weights with some."""
+    module = unwrap(model)
+    _, row = _rows(module, seed=0)
+    answers = _answers(model, _batch([row], device), ForwardPlan(packed=False, in_head=False))
+    if _all_say(bool(answers.isfinite().all()), device):
+        return
+    # Under ZeRO stage 3, this rank's part of each.
+    parts = ((name, getattr(parameter, "ds_tensor", parameter)) for name, parameter in module.named_parameters())
+    broken = [name for name, part in parts if part.is_floating_point() and not bool(part.isfinite().all())]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        reason = f"{broken[0]}{more} of its weights hold some; take a model whose files are whole"
+    else:
+        reason = f"its weights are numbers, and overflow in {module.dtype}; take --ds.param_dtype bf16 or fp32"
+    raise ConfigError(f"{module.name_or_path} ({_name(module)}) answers with values that are no numbers: {reason}")
 
 
 def _all_say(verdict: bool, device: torch.device) -> bool:

@@ -76,8 +76,10 @@ def _take_over(source: dict[str, Path], ours: Path, fresh: Path) -> None:
     again = {path.relative_to(fresh): _content(path) for path in fresh.rglob("*") if path.is_file()}
     whole = written == again and not (ours / TEMPLATES_FOLDER).exists()
     if whole:
-        shutil.rmtree(ours)
-        ours.mkdir()
+        for path in written:
+            # A tokenizer's own code is named by its settings, and is no file of theirs.
+            if path.suffix != ".py":
+                (ours / path).unlink()
     elif written.get(Path(TOKENIZER_FILE)) == again.get(Path(TOKENIZER_FILE)):
         source = {name: path for name, path in source.items() if name == TOKENIZER_FILE}
     else:

@@ -30,6 +30,8 @@ HELD_BODIES = 16
 KEEP_ALIVE_S = 75
 # After the last answer, for connections to close.
 CLOSING_S = 5
+# Of a request line and its headers, as other servers bound them.
+HEAD_BYTES = 64 * 1024
 
 
 class RewardServer(uvicorn.Server):
@@ -117,6 +119,9 @@ def make_server(config: ServeRMConfig, load: Callable[[], RewardModel], *, ready
         log_config=None,
         log_level="warning",
         access_log=False,
+        # Of uvicorn's parsers the one that bounds what stands before a body; the other holds any header whole.
+        http="h11",
+        h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,11 +197,12 @@ class MultiTracker:
             tracker.log_text(step, name, text)
 
     def close(self) -> None:
-        """Logs the last step if it was held back, and closes all."""
-        if self._held is not None:
-            self._send(*self._held)
-        for tracker in self.trackers:
-            tracker.close()
+        """Logs the last step if it was held back, and closes all, whatever one of them raises."""
+        with ExitStack() as closing:
+            for tracker in reversed(self.trackers):
+                closing.callback(tracker.close)
+            if self._held is not None:
+                self._send(*self._held)
 
     def _send(self, step: int, metrics: dict[str, float]) -> None:
         if self._held is not None and self._held[0] <= step:

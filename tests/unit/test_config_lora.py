@@ -101,5 +101,6 @@ def test_a_resumed_run_must_share_the_scale_of_its_adapters():
         "--ds.lora.rank": 8,
         "--ds.lora.alpha": 32,
         "--ds.lora.dropout": 0.0,
+        "--ds.lora.target_modules": ["all-linear"],
         "--ds.load_in_4bit": False,
     }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MambaConfig
 
 from openrlhf.config import ConfigError, LoraConfig
 from openrlhf.models.adapters import (
@@ -170,6 +170,26 @@ def test_names_that_fit_no_linear_layer_are_refused_with_those_that_would(folder
     assert target_modules(model, one) == ["model.layers.1.mlp.up_proj"]
     headed = load(folders["tied"], None, head=HeadSpec(fresh=True))
     assert len(target_modules(headed, LORA)) == 14 and "score" not in target_modules(headed, LORA)
+
+
+def test_a_rank_above_every_side_of_the_layers_is_refused(folders: dict[str, Path]) -> None:
+    model = load(folders["tied"], None)
+    widest = max(min(module.weight.shape) for name, module in model.named_modules() if name.endswith("_proj"))
+    assert adapter_size(model, LoraConfig(rank=widest)) > 0
+    with pytest.raises(ConfigError, match=f"--ds.lora.rank {widest + 1} is above {widest}, the smaller side"):
+        adapter_size(model, LoraConfig(rank=widest + 1))
+    with pytest.raises(ConfigError, match="--ds.lora.rank .* is above"):
+        attach_adapters(model, LoraConfig(rank=widest + 1), base="here", seed=1, dtype=torch.float32)
+
+
+def test_layers_whose_weights_kernels_read_past_an_adapter_get_none() -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    model = AutoModelForCausalLM.from_config(config)
+    assert sorted(name.rpartition(".")[2] for name in target_modules(model, LORA)) == ["in_proj", "x_proj"]
+    with pytest.raises(ConfigError, match="out_proj is read by a kernel past its adapter"):
+        target_modules(model, LoraConfig(rank=4, target_modules=("out_proj",)))
+    attach_adapters(model, LORA, base="here", seed=1, dtype=torch.float32)
+    assert len(adapter_layers(model)) == 2
 
 
 def test_the_plan_knows_how_many_parameters_adapters_have_without_making_them(folders: dict[str, Path]) -> None:

@@ -11,7 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from openrlhf.models.adapter_files import read_adapter
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
+from openrlhf.models.merging import merge
 from openrlhf.models.value_head import HeadSpec
 from tests.tiny_models import make_tokenizer
 from tests.unit.adapter_folders import IDS, LINEAR, QUERY, causal_adapter, combine, logits_of, reward_adapter, rewards
@@ -55,6 +57,17 @@ def test_a_merged_model_has_the_logits_of_base_and_adapter(name, base, one, lora
     assert (merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()) is one
     assert not any("lora" in key or "base_layer" in key for key in merged.state_dict())
     assert merged.config.vocab_size == lora.get("rows", 512)
+
+
+def test_what_a_model_keeps_in_float32_stays_so(bases, tmp_path):
+    adapter = causal_adapter(bases["tied"], tmp_path / "adapter", **LINEAR)
+    model = AutoModelForCausalLM.from_pretrained(bases["tied"], dtype=torch.bfloat16)
+    model.model.norm.float()
+    model.model.layers[0].mlp.register_buffer("correction", torch.tensor([1 / 3]))
+    merged = merge(model, read_adapter(adapter), torch.bfloat16).model
+    assert merged.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+    assert merged.norm.weight.dtype == torch.float32
+    assert torch.equal(merged.layers[0].mlp.correction, torch.tensor([1 / 3]))
 
 
 def test_each_sum_is_computed_in_float32_and_rounded_once(bases, tmp_path):

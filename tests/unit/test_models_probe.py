@@ -115,3 +115,12 @@ def test_the_check_leaves_the_kernel_as_it_was_chosen(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, "qwen2")
     before = load_causal_lm(folder, dtype=torch.float32, device="cpu").config._attn_implementation
     assert _plan(folder)[0].config._attn_implementation == before
+
+
+def test_a_model_with_a_weight_that_is_no_number_is_refused_by_the_weights_name(tmp_path: Path) -> None:
+    model = load_causal_lm(make_tiny_model(tmp_path, "qwen2"), dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    said = "answers with values that are no numbers: model.layers.0.mlp.down_proj.weight of its weights hold some"
+    with pytest.raises(ConfigError, match=said):
+        plan_forward(model, packing_samples=True, device=CPU)

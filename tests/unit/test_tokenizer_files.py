@@ -50,6 +50,19 @@ def test_files_of_a_tokenizer_that_nothing_changed_are_exported_byte_for_byte(tm
     assert reloaded.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
 
 
+def test_the_own_code_of_a_tokenizer_comes_along(tmp_path: Path) -> None:
+    source = _as_others_write_it(tmp_path / "source")
+    (source / "own_tokenizer.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(load_tokenizer(source, trust_remote_code=True), tmp_path / "target")
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=True)
+    assert type(reloaded).__name__ == "OwnTokenizer" and reloaded("ab")["input_ids"]
+
+
 def test_a_tokenizer_of_the_hub_is_exported_from_its_cache_byte_for_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

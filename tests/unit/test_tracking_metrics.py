@@ -118,6 +118,23 @@ def test_only_every_so_many_steps_are_logged_and_the_last_one():
     assert [step for step, _ in recorder.lines] == [3, 6, 8] and recorder.closed
 
 
+def test_all_are_closed_whatever_one_of_them_raises():
+    class Full(Recorder):
+        def log(self, step, metrics):
+            raise OSError("no space")
+
+        def close(self):
+            super().close()
+            raise RuntimeError("gone")
+
+    first, full, last = Recorder(), Full(), Recorder()
+    tracker = MultiTracker([first, full, last], logging_steps=3)
+    tracker.log(4, {"x": 4})
+    with pytest.raises((OSError, RuntimeError), match="no space|gone"):
+        tracker.close()
+    assert first.closed and full.closed and last.closed
+
+
 def test_an_evaluation_is_logged_at_any_step_with_the_numbers_of_its_step():
     recorder = Recorder()
     tracker = MultiTracker([recorder], logging_steps=3)
