@@ -76,8 +76,8 @@ def _check_rank(rank: int, layers: list[nn.Module]) -> None:
     widest = max(min(_sides(layer)) for layer in layers)
     if rank > widest:
         raise ConfigError(
-            f"--ds.lora.rank {rank} is above {widest}, the smaller side of the largest layer that gets an adapter: more "
-            "adds nothing; take a smaller rank"
+            f"--ds.lora.rank {rank} is above {widest}, the smaller side of the largest layer that gets an adapter: "
+            "more adds nothing; take a smaller rank"
         )
 
 

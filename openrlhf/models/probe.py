@@ -62,7 +62,7 @@ def plan_forward(model: Any, *, packing_samples: bool, device: torch.device) -> 
 
 
 def _check_numbers(model: Any, device: torch.device) -> None:
-    """Raises ConfigError, on all ranks alike, where a model answers with NaN or infinity; it names weights with some."""
+    """Raises ConfigError, on all ranks alike, where a model answers with NaN or infinity."""
     module = unwrap(model)
     _, row = _rows(module, seed=0)
     answers = _answers(model, _batch([row], device), ForwardPlan(packed=False, in_head=False))
