@@ -175,6 +175,7 @@ FIXED = [
     ("--critic.freezing_steps", "2"),
     ("--critic.model_name_or_path", "other"),
     ("--actor.model_name_or_path", "other"),
+    ("--ds.lora.rank", "4"),
     *((f"--{owner}.{flag}", *value) for owner in ("actor", "critic") for flag, *value in OF_BOTH),
 ]
 
