@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -51,27 +53,42 @@ def _reduce(logits: torch.Tensor, targets: torch.Tensor, request: ScoreRequest) 
     return logprobs, -torch.where(probabilities > 0, probabilities * log_softmax, 0.0).sum(-1)
 
 
+def _kernels(hidden: torch.Tensor) -> ModuleType | None:
+    """Returns: the kernels that take the logits in one pass, where they run; None where PyTorch's own do the work."""
+    if not hidden.is_cuda or find_spec("triton") is None:
+        return None
+    from openrlhf.models import logit_kernels
+
+    return logit_kernels if hidden.dtype in logit_kernels.DTYPES and logit_kernels.compiles(hidden.device) else None
+
+
 class _HeadLogprobs(torch.autograd.Function):
     """Keeps hidden states alone; the backward computes each chunk's logits again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, request: ScoreRequest):
-        parts = []
+        parts: list[tuple[torch.Tensor, ...]] = []
+        kernels = _kernels(hidden)
         for chunk in request.chunks(hidden, weight):
             logits = nn.functional.linear(hidden[chunk], weight, bias)
             targets = request.targets[chunk]
+            if kernels is not None:
+                parts.append(kernels.row_statistics(logits, targets, request.temperature))
+                continue
             for rows in _chunks(*logits.shape, request.wide_elements):
                 parts.append(_reduce(logits[rows], targets[rows], request))
-        logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, entropy)
-        ctx.request = request
+        logprobs, entropy, *normalisers = (torch.cat(column) for column in zip(*parts, strict=True))
+        if not request.entropy:
+            entropy = logprobs.new_empty(0)
+        ctx.save_for_backward(hidden, weight, bias, entropy, *normalisers)
+        ctx.request, ctx.kernels = request, kernels
         if not request.entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor):
-        hidden, weight, bias, entropy = ctx.saved_tensors
+        hidden, weight, bias, entropy, *normalisers = ctx.saved_tensors
         request: ScoreRequest = ctx.request
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -82,14 +99,12 @@ class _HeadLogprobs(torch.autograd.Function):
             # Gradients of the scaled logits, and so of the logits once they are divided as these were.
             upstream = grad_logprobs[chunk] / request.temperature
             spread = (grad_entropy[chunk] / request.temperature, entropy[chunk]) if request.entropy else None
-            for rows in _chunks(*grad.shape, request.wide_elements):
-                _to_gradient(
-                    grad[rows],
-                    targets[rows],
-                    request.temperature,
-                    upstream[rows],
-                    None if spread is None else (spread[0][rows], spread[1][rows]),
+            if ctx.kernels is not None:
+                ctx.kernels.logits_to_gradient(
+                    grad, targets, request.temperature, normalisers[0][chunk], upstream, spread
                 )
+            else:
+                _to_gradient(grad, targets, request, upstream, spread)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[chunk])
             if need_weight:
@@ -108,20 +123,26 @@ class _HeadLogprobs(torch.autograd.Function):
 def _to_gradient(
     logits: torch.Tensor,
     targets: torch.Tensor,
+    request: ScoreRequest,
+    upstream: torch.Tensor,
+    spread: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """As ``logit_kernels.logits_to_gradient``, with PyTorch's operations, some rows at a time."""
+    for rows in _chunks(*logits.shape, request.wide_elements):
+        part = None if spread is None else (spread[0][rows], spread[1][rows])
+        _rows_to_gradient(logits[rows], targets[rows, None], request.temperature, upstream[rows, None], part)
+
+
+def _rows_to_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
     temperature: float,
     upstream: torch.Tensor,
     spread: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Turns logits [n, V] into their gradient, in place: d(log p_target) / dz_j = [j = target] - p_j, and
-    d(entropy) / dz_j = -p_j (log p_j + entropy), with z = logits / temperature.
-
-    Args:
-        upstream: [n], the gradient of the log-probs over the temperature.
-        spread: [n] twice, the gradient of the entropies over the temperature, and the entropies; None without them.
-    """
-    targets = targets[:, None]
+    """logits [n, V], targets and upstream [n, 1], spread [n] twice."""
     grad = _scaled(logits, temperature).softmax(dim=-1, dtype=_wide(logits.dtype))
-    scale = -upstream[:, None]
+    scale = -upstream
     if spread is None:
         at_target = grad.gather(-1, targets) * scale - scale
         torch.mul(grad, scale, out=logits)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu.gpu_process import on_gpu
+from tests.logit_cases import head_answers, scored_logits
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -210,3 +211,27 @@ def test_compiled_layers_with_the_varlen_kernel_agree_and_make_no_graph_twice(
     # A single row may get graphs of its own.
     assert 0 < graphs[0] and graphs[1] == graphs[2]
     assert apart <= 2e-2 and turned <= 5e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("temperature", "entropy"), [(1.0, False), (0.7, True)])
+def test_kernels_for_logits_are_those_of_float64(dtype: torch.dtype, temperature: float, entropy: bool) -> None:
+    for vocab, banned in ((37, True), (4097, False), (151_936, False), (151_936, True)):
+        found = on_gpu(scored_logits, vocab, dtype, temperature, entropy, banned, "cuda")
+        assert all(distance < 1e-5 for distance in found.values()), (vocab, banned, found)
+
+
+def _head_on_gpu(chunk_rows: int, entropy: bool) -> tuple[bool, dict[str, list[Any]]]:
+    from openrlhf.models import logprobs
+
+    chosen = logprobs._kernels(torch.empty(1, device="cuda")) is not None
+    return chosen, head_answers(chunk_rows, entropy, "cuda")
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_an_output_head_takes_the_kernels_and_gives_what_pytorch_gives(entropy: bool) -> None:
+    for chunk_rows in (4, 100):
+        chosen, answers = on_gpu(_head_on_gpu, chunk_rows, entropy)
+        assert chosen
+        for kernels, plain in zip(answers["kernels"], answers["plain"], strict=True):
+            torch.testing.assert_close(torch.tensor(kernels), torch.tensor(plain), rtol=1e-5, atol=1e-5)
