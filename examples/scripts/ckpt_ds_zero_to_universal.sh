@@ -6,4 +6,4 @@
 # A run with --ckpt.load_enable --ds.use_universal_ckpt goes on from what is converted, and converts what is not.
 set -euo pipefail
 
-exec python3 -m openrlhf.backends.convert "$@"
+exec python3 -m openrlhf.cli.zero_to_universal "$@"

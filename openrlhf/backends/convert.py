@@ -1,14 +1,11 @@
-"""Converts a state ahead for another number of ranks: python -m openrlhf.backends.convert FOLDER.
+"""Converts a state ahead for another number of ranks.
 
 A run with --ds.use_universal_ckpt does the same when it resumes; ahead, no GPU waits for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.backends.checkpoint_files import TAG
@@ -60,20 +57,3 @@ def convert(state: Path) -> str:
         return f"{state} is converted already"
     convert_to_universal(state / TAG, state / UNIVERSAL)
     return f"{state} is converted: go on from it on any number of ranks with --ckpt.load_enable --ds.use_universal_ckpt"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Converts what the command line names. Exits with status 2 and one sentence where that is not possible."""
-    parser = argparse.ArgumentParser(prog="python -m openrlhf.backends.convert", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="a state (global_step<N>), or the folder of --ckpt.path")
-    folder = parser.parse_args(argv).folder
-    try:
-        for state in newest_states(folder):
-            print(convert(state), flush=True)
-    except (ConfigError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: converting {folder}: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

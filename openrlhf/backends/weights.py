@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import chain, groupby
@@ -21,6 +20,7 @@ from openrlhf.backends.distributed import raise_if_any
 from openrlhf.backends.fragments import true_shape
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.shards import MAX_SHARD_BYTES, ShardWriter
+from openrlhf.utils.move_files import move_files
 
 Item = TypeVar("Item")
 
@@ -158,14 +158,7 @@ def replace_files(source: Path, target: Path) -> None:
 
     The config is the last to come: a folder that has one is a model or an adapter.
     """
-    paths = sorted(source.iterdir(), key=lambda path: path.name in EXPORT_CONFIGS)
-    # safetensors leaves its files to their owner alone; a config was opened as any file, so it shows the umask.
-    mode = stat.S_IMODE(paths[-1].stat().st_mode)
-    for path in paths:
-        if path.is_file():
-            path.chmod(mode)
-        os.replace(path, target / path.name)
-    names = {path.name for path in paths}
+    names = move_files(source, target, last=EXPORT_CONFIGS)
     weights = [*target.glob("model*.safetensors*"), *target.glob("adapter_model.*")]
     for path in [*weights, *(target / name for name in EXPORT_CONFIGS)]:
         if path.name not in names:

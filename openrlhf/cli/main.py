@@ -17,6 +17,7 @@ COMMANDS = {
     "train_dpo": "direct preference optimisation",
     "lora_combiner": "merge a LoRA adapter into its base model",
     "serve_rm": "serve a reward model over HTTP",
+    "zero_to_universal": "convert a training state for another number of ranks",
 }
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """Returns: the list of commands."""
-    rows = [f"  {name:<15}{what}" for name, what in COMMANDS.items()]
+    rows = [f"  {name:<19}{what}" for name, what in COMMANDS.items()]
     head = "usage: openrlhf COMMAND [flags]        openrlhf COMMAND --help lists the flags"
     return "\n".join([head, "", *rows])
 

@@ -16,11 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from openrlhf.config.errors import ConfigError
+from openrlhf.models.adapters import ADAPTER_WEIGHTS, SAVED_PREFIX
 from openrlhf.models.value_head import EXPORTED
 
-SETTINGS_FILE, WEIGHTS_FILE, PICKLED_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-# What peft puts before the names of the model's own modules.
-PREFIX = "base_model.model."
+SETTINGS_FILE, PICKLED_FILE = "adapter_config.json", "adapter_model.bin"
 
 # Settings of an adapter that does more than add to weights, so that no weight can say the same.
 _NO_SUM = {
@@ -52,7 +51,7 @@ class AdapterFiles:
     @property
     def heads(self) -> dict[str, torch.Tensor]:
         """Weights of whole modules that stand beside the model's body and not in it, by the module's name."""
-        found = {re.fullmatch(re.escape(PREFIX) + r"([^.]+)\.weight", name): name for name in self.weights}
+        found = {re.fullmatch(re.escape(SAVED_PREFIX) + r"([^.]+)\.weight", name): name for name in self.weights}
         return {match[1]: self.weights[name] for match, name in found.items() if match}
 
     def check_kind(self, *, is_rm: bool) -> None:
@@ -95,14 +94,14 @@ class AdapterFiles:
                 f"--is_rm: the head {name}.weight of {self.folder} has the shape {list(weight.shape)}, and a reward "
                 f"model's is {[1, hidden_size]}: this adapter belongs to a classifier of another kind"
             )
-        bias = self.weights.get(f"{PREFIX}{name}.bias")
+        bias = self.weights.get(f"{SAVED_PREFIX}{name}.bias")
         if bias is not None and bool(bias.any()):
             raise ConfigError(
                 f"--is_rm: the head {name} of {self.folder} has a bias, which a model for sequence classification "
                 "cannot hold; take it out (a constant added to every score)"
             )
-        weights = {key: value for key, value in self.weights.items() if not key.startswith(f"{PREFIX}{name}.")}
-        weights[f"{PREFIX}{EXPORTED}.weight"] = weight
+        weights = {key: value for key, value in self.weights.items() if not key.startswith(f"{SAVED_PREFIX}{name}.")}
+        weights[f"{SAVED_PREFIX}{EXPORTED}.weight"] = weight
         settings = copy.copy(self.settings)
         settings.modules_to_save = [other for other in settings.modules_to_save or [] if other not in heads]
         settings.modules_to_save.append(EXPORTED)
@@ -166,14 +165,14 @@ def _read_settings(folder: Path, raw: Mapping[str, Any]) -> LoraConfig:
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / WEIGHTS_FILE
+    file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         if (folder / PICKLED_FILE).is_file():
             raise ConfigError(
                 f"--lora_path {folder} holds {PICKLED_FILE}, a pickle, which can run code when it is read, and is not "
-                f"read here: save the adapter again as {WEIGHTS_FILE} (save_pretrained of a recent peft does)"
+                f"read here: save the adapter again as {ADAPTER_WEIGHTS} (save_pretrained of a recent peft does)"
             )
-        raise ConfigError(f"--lora_path {folder} lacks the weights of the adapter: there is no {WEIGHTS_FILE} in it")
+        raise ConfigError(f"--lora_path {folder} lacks the weights of the adapter: there is no {ADAPTER_WEIGHTS} in it")
     try:
         weights = load_file(str(file))
     except (SafetensorError, OSError, ValueError) as error:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 # What peft calls adapters that were given no name; such a name is left out of saved files.
 NAME = "default"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # What peft's own model puts before the names of the model inside.
-_SAVED_PREFIX = "base_model.model."
+SAVED_PREFIX = "base_model.model."
 _FLAG = "--ds.lora.target_modules"
 # Layers of state-space blocks whose weights are handed to kernels past the layer: an adapter there would be left out.
 _PAST_THE_LAYER = frozenset({"out_proj", "dt_proj"})
@@ -250,7 +250,7 @@ def save_adapter(model: PreTrainedModel, trained: Mapping[str, torch.Tensor], fo
     config.modules_to_save = [EXPORTED] if scalar else None
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    tensors = {f"{_SAVED_PREFIX}{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in trained.items()}
+    tensors = {f"{SAVED_PREFIX}{name.replace(f'.{NAME}.', '.')}": tensor for name, tensor in trained.items()}
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"}
     )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,29 +19,26 @@ from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from openrlhf.config.checks_combiner import PARTIAL
 from openrlhf.config.checks_system import check_whole_model, looks_local
 from openrlhf.config.errors import ConfigError
-from openrlhf.models.adapter_files import PREFIX, SETTINGS_FILE, WEIGHTS_FILE, AdapterFiles, read_adapter
+from openrlhf.models.adapter_files import SETTINGS_FILE, AdapterFiles, read_adapter
+from openrlhf.models.adapters import ADAPTER_WEIGHTS, SAVED_PREFIX
 from openrlhf.models.loading import (
     DTYPES,
     MISFIT,
     check_report,
     few,
-    keep_pad_apart,
     load_config,
-    load_tokenizer,
     reading,
     without_load_report,
 )
-from openrlhf.models.tokenizer_copy import copy_tokenizer, tokenizer_folder
+from openrlhf.models.merged_folder import check_room, write_merged
+from openrlhf.models.tokenizer_copy import tokenizer_folder
 from openrlhf.models.value_head import EXPORTED, HeadSpec, prepare_head, set_statistics
-from openrlhf.utils.errors import RunError
 
 # What peft raises over an adapter that does not belong to the model, and over one that cannot be merged.
 _PEFT_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, NotImplementedError, AttributeError)
@@ -86,10 +80,15 @@ def merge_folders(spec: MergeSpec, note: Callable[[str], None]) -> None:
     dtype = DTYPES[spec.param_dtype]
     note(f"loading {base} in {spec.param_dtype}")
     model, adapter = _load_base(base, adapter, spec, dtype)
-    _check_room(model, spec.output_path)
+    check_room(model, spec.output_path)
     merged = merge(model, adapter, dtype)
     _check_finite(merged, spec.param_dtype)
-    _write(merged, spec, base, adapter, note)
+    tokenizer = tokenizer_folder(adapter.folder) or tokenizer_folder(base)
+    if tokenizer is None:
+        note(f"neither {adapter.folder} nor {base} has a tokenizer: the merged folder has none")
+    folder = Path(spec.output_path).expanduser()
+    size = write_merged(merged, folder, tokenizer, is_rm=spec.is_rm, trust_remote_code=spec.trust_remote_code)
+    note(f"merged model: {folder} ({size / 1e9:.3g} GB)")
 
 
 def _base_of(spec: MergeSpec, adapter: AdapterFiles, note: Callable[[str], None]) -> str:
@@ -207,16 +206,16 @@ def _fit_vocabulary(model: PreTrainedModel, adapter: AdapterFiles, path: str) ->
 
 
 def _is_whole(module: str, weight: str) -> bool:
-    return weight.startswith(f"{PREFIX}{module}.") and weight.endswith(".weight") and "lora_" not in weight
+    return weight.startswith(f"{SAVED_PREFIX}{module}.") and weight.endswith(".weight") and "lora_" not in weight
 
 
 def _rows_of(module: str, weights: dict[str, torch.Tensor]) -> set[int]:
     """Sizes of the vocabulary, by the weights that an adapter has for an embedding or an output head."""
     found = set()
     for name, weight in weights.items():
-        if _is_whole(module, name) or name == f"{PREFIX}{module}.lora_B.weight":
+        if _is_whole(module, name) or name == f"{SAVED_PREFIX}{module}.lora_B.weight":
             found.add(weight.shape[0])
-        elif name == f"{PREFIX}{module}.lora_embedding_A":
+        elif name == f"{SAVED_PREFIX}{module}.lora_embedding_A":
             found.add(weight.shape[1])
     return found
 
@@ -300,7 +299,7 @@ def _refusing(adapter: AdapterFiles, problem: str) -> Iterator[None]:
             name, found, wanted = misfit.groups()
             reason = f"{name} is {found} in the adapter, and the base takes {wanted}"
         elif isinstance(error, KeyError):
-            reason = f"{SETTINGS_FILE} names what {WEIGHTS_FILE} lacks: {error.args[0]}"
+            reason = f"{SETTINGS_FILE} names what {ADAPTER_WEIGHTS} lacks: {error.args[0]}"
         raise ConfigError(f"the adapter {adapter.folder} {problem}: {reason}") from error
 
 
@@ -328,76 +327,3 @@ def _check_finite(model: nn.Module, param_dtype: str) -> None:
                 f"merged, {name} holds values that are no finite numbers in {param_dtype}: "
                 + (f"take --ds.param_dtype {wider}" if wider else "the files of the base or of the adapter are damaged")
             )
-
-
-def _check_room(model: nn.Module, output: str) -> None:
-    nearest = Path(output).expanduser().absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    free = shutil.disk_usage(nearest).free
-    if free < needed:
-        raise ConfigError(
-            f"--output_path {output}: the merged model takes {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free "
-            "there"
-        )
-
-
-def _write(
-    model: PreTrainedModel, spec: MergeSpec, base: str, adapter: AdapterFiles, note: Callable[[str], None]
-) -> None:
-    folder = Path(spec.output_path).expanduser()
-    existed = folder.exists()
-    partial = folder / PARTIAL
-    source = tokenizer_folder(adapter.folder) or tokenizer_folder(base)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        if source is None:
-            note(f"neither {adapter.folder} nor {base} has a tokenizer: the merged folder has none")
-        else:
-            _write_tokenizer(model, source, partial, spec)
-        model.save_pretrained(partial, max_shard_size="5GB")
-        _move(partial, folder)
-    except ConfigError:
-        _clear(folder, existed)
-        raise
-    except Exception as error:  # safetensors and tokenizers each raise a type of their own for a full disk
-        _clear(folder, existed)
-        raise RunError(f"writing the merged model to {folder} failed, and nothing is left of it: {error}") from error
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    note(f"merged model: {folder} ({size / 1e9:.3g} GB)")
-
-
-def _move(partial: Path, folder: Path) -> None:
-    """Moves all files up; the config is the last to come: a folder that has one is a model."""
-    # safetensors leaves its files to their owner alone; the config was opened as any file, so it shows the umask.
-    mode = stat.S_IMODE((partial / "config.json").stat().st_mode)
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-        if path.is_file():
-            path.chmod(mode)
-        os.replace(path, folder / path.name)
-    partial.rmdir()
-
-
-def _clear(folder: Path, existed: bool) -> None:
-    """The folder was empty, or not there: all that is in it is ours."""
-    if not existed:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    for path in folder.iterdir():
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _write_tokenizer(model: PreTrainedModel, source: Path, target: Path, spec: MergeSpec) -> None:
-    """Copies the tokenizer's files; a reward model's is written anew where it has to pad with another token."""
-    copy_tokenizer(source, target)
-    if not spec.is_rm:
-        return
-    tokenizer = load_tokenizer(source, trust_remote_code=spec.trust_remote_code)
-    text = model.config.get_text_config()
-    keep_pad_apart(tokenizer, text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id])
-    copied = AutoTokenizer.from_pretrained(target, trust_remote_code=spec.trust_remote_code)
-    if copied.pad_token != tokenizer.pad_token:
-        tokenizer.save_pretrained(target)
-    text.pad_token_id = tokenizer.pad_token_id

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from openrlhf.backends.convert import main
+from openrlhf.cli.zero_to_universal import main
 from openrlhf.models.value_head import HeadSpec
 from tests.integration import backend_worker as worker
 from tests.tiny_models import make_tiny_model

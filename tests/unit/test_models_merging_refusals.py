@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_written_leaves_nothing_behind(bases, query, tmp_
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("openrlhf.models.merging.os.replace", full)
+    monkeypatch.setattr("openrlhf.utils.move_files.os.replace", full)
     with pytest.raises(RunError, match="writing the merged model to .*merged failed.*No space left on device"):
         combine(query, tmp_path / "merged", base=bases["tied"])
     assert not (tmp_path / "merged").exists()
@@ -156,6 +156,6 @@ def test_the_command_ends_in_one_sentence_and_status_2_or_in_a_model(bases, quer
 
 def test_a_disk_without_room_is_told_before_anything_is_merged(bases, query, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("openrlhf.models.merging.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("openrlhf.models.merged_folder.shutil.disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match="the merged model takes .* GB, and 1e-06 GB are free there"):
         combine(query, tmp_path / "merged", base=bases["tied"])
