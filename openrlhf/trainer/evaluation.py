@@ -62,6 +62,8 @@ class Evaluator:
             for group in self._pool.stream(requests):
                 trajectories += group
                 bar.update(len(group))
+        # Groups finish in any order, and which rows share a forward of a reward model shows in the last bits of scores.
+        trajectories.sort(key=lambda trajectory: trajectory.group_id)
         self._add_scores(trajectories)
         return evaluation_metrics(trajectories, settings.samples, with_pass_rates=settings.with_pass_rates)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from collections import deque
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
@@ -12,8 +15,10 @@ import torch
 
 from openrlhf.config import ConfigError
 from openrlhf.data.trajectory import Segment, Trajectory
+from openrlhf.rollout.actor import GroupRequest, Sampling
+from openrlhf.tracking.progress import Console
 from openrlhf.trainer.best import BestModel
-from openrlhf.trainer.evaluation import evaluation_metrics
+from openrlhf.trainer.evaluation import EvalSettings, Evaluator, evaluation_metrics
 from openrlhf.trainer.scoring import combine_scores
 
 
@@ -121,3 +126,22 @@ def test_sources_that_differ_in_white_space_and_slashes_alone_are_counted_togeth
 def test_an_evaluation_of_which_nothing_could_be_scored_does_not_blame_the_key(tmp_path: Path) -> None:
     best = BestModel("eval_default_pass1", tmp_path)
     assert not best.improves(0, {"eval/default_failed": 4.0}) and best.improves(1, {"eval/default_pass1": 0.1})
+
+
+def test_reward_models_see_the_answers_in_the_order_of_the_prompts_however_groups_finish() -> None:
+    class LastFirst:
+        def stream(self, waiting: deque[GroupRequest]) -> Iterator[list[Trajectory]]:
+            for request in reversed(waiting):
+                yield [answer(request.group_id, sample, 0.0) for sample in range(request.num_samples)]
+
+    seen: list[tuple[int, int]] = []
+    settings = EvalSettings(2, Sampling(1.0, 1.0, max_new_tokens=4, seed=1, logprobs=False), with_pass_rates=False)
+    evaluator = Evaluator(
+        settings,
+        ["p", "q", "r"],
+        LastFirst(),
+        Console(1, io.StringIO()),
+        lambda scored: seen.extend((t.group_id, t.sample_id) for t in scored),
+    )
+    evaluator.run()
+    assert seen == [(prompt, sample) for prompt in range(3) for sample in range(2)]
