@@ -87,6 +87,13 @@ class Run:
         segments = [json.loads((folder / "shared-memory.json").read_text()) for folder in folders]
         return [*folders, *(SHARED_MEMORY / name for names in segments for name in names)]
 
+    def shared_memory(self) -> list[Path]:
+        """Returns: all that the processes of the run have mapped of the shared memory, and that has a name there."""
+        mapped = set()
+        for process in self.family():
+            mapped |= {Path(entry.path) for entry in process.memory_maps(grouped=True)}
+        return sorted(path for path in mapped if path.is_relative_to(SHARED_MEMORY) and path.exists())
+
     def member(self, title: str) -> psutil.Process:
         """Returns: the first process of the family whose command line starts with ``title``."""
         return next(p for p in self.family() if " ".join(p.cmdline()).startswith(title))
@@ -132,27 +139,6 @@ def left_behind(files: Sequence[Path], seconds: float) -> list[Path]:
     while (left := [path for path in files if path.exists()]) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
-
-
-def ownerless_memory(before: set[Path], seconds: float) -> list[Path]:
-    """Returns: what came to the shared memory since ``before``, is still there after at most ``seconds``, and that no
-    living process has open or mapped: other tests may run beside this one.
-    """
-    deadline = time.monotonic() + seconds
-    while (left := _unheld(set(SHARED_MEMORY.iterdir()) - before)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return left
-
-
-def _unheld(files: set[Path]) -> list[Path]:
-    held = ""
-    for process in psutil.process_iter():
-        try:
-            held += Path(f"/proc/{process.pid}/maps").read_text()
-            held += "".join(f"{file.path}\n" for file in process.open_files())
-        except (OSError, psutil.Error):
-            continue
-    return sorted(file for file in files if str(file) not in held)
 
 
 def metrics(folder: Path, *, timed: bool = False) -> list[dict[str, float]]:

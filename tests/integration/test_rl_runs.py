@@ -169,13 +169,14 @@ def test_a_killed_part_ends_the_run_within_a_minute_names_it_and_leaves_nothing_
 def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shared_memory_nor_a_lock(
     inputs: dict[str, Path], tmp_path: Path, whole_group: bool
 ) -> None:
-    before = set(runs.SHARED_MEMORY.iterdir())
     flags = ["--train.num_episodes", "1000", "--algo.kl.init_coef", "0"]
     arguments = runs.command(tmp_path, inputs["model"], inputs["prompts"], inputs["reward"], *flags)
     with runs.running(tmp_path, [*["setsid"] * whole_group, *arguments]) as run:
         run.wait_for("step    2/")
         assert (tmp_path / "out" / ".lock").exists()
-        family, files = run.family(), run.engine_files()
+        # Other tests make and kill engines beside this one, so what is left of this run is looked for by name.
+        family, files = run.family(), [*run.engine_files(), *run.shared_memory()]
+        assert any(path.name.startswith("psm_") for path in files)
         if whole_group:
             # As `timeout` does, and whoever ends a job with all that it has started.
             os.killpg(run.process.pid, signal.SIGTERM)
@@ -188,7 +189,6 @@ def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shar
     assert (tmp_path / "out" / "report.html").exists()
     last = run.text().strip().splitlines()[-1]
     assert last == "openrlhf train_ppo_ray: terminated" and "Traceback" not in run.text(), run.text()[-3000:]
-    assert runs.ownerless_memory(before, 20) == []
 
 
 @pytest.mark.skipif(not runs.is_root(), reason="needs root, to mount a small file system that fills up")
