@@ -40,8 +40,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(command: str, flags: dict[str, object], *switches: str) -> None:
-    """Runs a command to its end on the GPU."""
+def run(command: str, flags: dict[str, object], *switches: str) -> str:
+    """Runs a command to its end on the GPU. Returns: what it printed."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "RAY_ADDRESS")
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
@@ -54,6 +54,7 @@ def run(command: str, flags: dict[str, object], *switches: str) -> None:
         timeout=800,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout + done.stderr
 
 
 def assert_measured(line: dict[str, float], *memory: str) -> None:
@@ -143,10 +144,12 @@ def test_dpo_trains_on_one_gpu_beside_a_reference_or_after_it(
     assert_measured(lines[-1], "memory/peak_gib")
 
 
-@pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
-@pytest.mark.parametrize("sleeps", [True, False], ids=["in turns", "side by side"])
-def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path, sleeps: bool) -> None:
-    flags = {
+needs_engine = pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
+
+
+def rl_flags(inputs: Path, folder: Path) -> dict[str, object]:
+    """Flags of two steps of RL on sums, actor and reference with a GPU."""
+    return {
         "actor.model_name_or_path": inputs / "model",
         "reward.remote_url": inputs / "reward.py",
         "reward.workers": 1,
@@ -166,17 +169,16 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
         "vllm.gpu_memory_utilization": 0.3,
         "algo.advantage.estimator": "reinforce_baseline",
         "algo.kl.estimator": "k2",
-        "logger.profile_steps": "2",
         "actor.adam.lr": 1e-3,
         "ds.param_dtype": "bf16",
-        "ckpt.output_dir": tmp_path / "out",
-        "ckpt.path": tmp_path / "states",
+        "ckpt.output_dir": folder / "out",
+        "ckpt.path": folder / "states",
     }
-    switches = ["--data.apply_chat_template", "--train.colocate_all", "--algo.kl.use_loss", "--vllm.enforce_eager"]
-    if sleeps:
-        switches += ["--vllm.enable_sleep", "--ds.enable_sleep"]
-    run("train_ppo_ray", flags, *switches)
-    lines = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+
+
+def assert_rl_trained(inputs: Path, out: Path) -> None:
+    """Two steps went as they should, and the exported model is another one."""
+    lines = read_jsonl(out / "metrics.jsonl")
     assert len(lines) == 2
     for line in lines:
         assert line["reward/failed"] == 0 and line["rollout/samples"] == 32 and line["actor/updates"] == 2
@@ -184,6 +186,46 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
         # After each transfer the engine holds the trainer's model, up to the rounding of bf16.
         assert line["sync/logprob_gap"] < 0.05
         assert_measured(line, "memory/actor_gib", "memory/ref_gib")
-    assert_traced(tmp_path / "out" / "profile" / "actor_rank0_steps2-2.json.gz")
     assert lines[0]["kl/reference"] == pytest.approx(0, abs=1e-3)
-    assert_trained(inputs / "model", tmp_path / "out")
+    assert_trained(inputs / "model", out)
+
+
+@needs_engine
+@pytest.mark.parametrize("sleeps", [True, False], ids=["in turns", "side by side"])
+def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path, sleeps: bool) -> None:
+    switches = ["--data.apply_chat_template", "--train.colocate_all", "--algo.kl.use_loss", "--vllm.enforce_eager"]
+    if sleeps:
+        switches += ["--vllm.enable_sleep", "--ds.enable_sleep"]
+    said = run("train_ppo_ray", rl_flags(inputs, tmp_path) | {"logger.profile_steps": "2"}, *switches)
+    assert "becomes ipc" in said
+    assert_rl_trained(inputs, tmp_path / "out")
+    assert_traced(tmp_path / "out" / "profile" / "actor_rank0_steps2-2.json.gz")
+
+
+@needs_engine
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize(
+    ("flags", "switches", "transport"),
+    [
+        ({}, [], "nccl"),
+        ({}, ["--train.async_enable"], "nccl"),
+        (
+            {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "vllm.tensor_parallel_size": 2},
+            ["--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"],
+            "ipc",
+        ),
+        (
+            {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "vllm.num_engines": 2, "ds.zero_stage": 3},
+            ["--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"],
+            "ipc",
+        ),
+    ],
+    ids=["engine apart", "engine apart, asynchronous", "an engine over both", "two engines, ZeRO 3"],
+)
+def test_rl_trains_on_two_gpus(
+    inputs: Path, tmp_path: Path, flags: dict[str, object], switches: list[str], transport: str
+) -> None:
+    common = ["--data.apply_chat_template", "--algo.kl.use_loss", "--vllm.enforce_eager"]
+    said = run("train_ppo_ray", rl_flags(inputs, tmp_path) | flags, *common, *switches)
+    assert ("becomes ipc" in said) == (transport == "ipc")
+    assert_rl_trained(inputs, tmp_path / "out")
