@@ -37,7 +37,9 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    # The file says nothing of sampling; the chat ends a turn with EOS.
+    # Not every version of transformers gives the tokenizer the EOS of the file, with which the chat ends a turn.
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    # The file says nothing of sampling.
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -184,7 +184,7 @@ def _check_ids(trajectory: Trajectory, vocab_size: int | None) -> None:
 def _segment(record: Any, truncated: bool, weight_version: int) -> Segment:
     if not isinstance(record, dict) or "observation_tokens" not in record or "action_ranges" not in record:
         raise AgentError("a token record needs 'observation_tokens' and 'action_ranges'")
-    tokens = [_integer("observation_tokens", token) for token in _listed(record, "observation_tokens")]
+    tokens = _integers("observation_tokens", _listed(record, "observation_tokens"))
     if not tokens:
         raise AgentError("'observation_tokens' is empty")
     if min(tokens) < 0:
@@ -196,7 +196,7 @@ def _segment(record: Any, truncated: bool, weight_version: int) -> Segment:
         ranges.append((_integer("action_ranges", pair[0]), _integer("action_ranges", pair[1])))
     versions = [weight_version] * len(ranges)
     if record.get("weight_versions") is not None:
-        versions = [_integer("weight_versions", version) for version in _listed(record, "weight_versions")]
+        versions = _integers("weight_versions", _listed(record, "weight_versions"))
         if len(versions) != len(ranges):
             raise AgentError(f"'weight_versions' has {len(versions)} entries for {len(ranges)} action ranges")
     stop_reason = record.get("stop_reason") or ("length" if truncated else "stop")
@@ -249,6 +249,14 @@ def _listed(record: dict[str, Any], key: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise AgentError(f"'{key}' is {type(value).__name__}, not a list")
     return list(value)
+
+
+def _integers(key: str, values: list[Any]) -> list[int]:
+    try:
+        # All samples of a rollout may end together, and then every microsecond a token is half a second.
+        return list(map(operator.index, values))
+    except TypeError:
+        return [_integer(key, value) for value in values]
 
 
 def _integer(key: str, value: Any) -> int:

@@ -64,7 +64,7 @@ async def sample(engine: Engine, prompt_tokens: list[int], sampling_params: Any)
     Raises: AgentError, where the response was not finished, or its log-probs do not belong to its tokens.
     """
     output = (await engine.generate(prompt_tokens, sampling_params)).outputs[0]
-    tokens = [int(token) for token in output.token_ids]
+    tokens = list(map(int, output.token_ids))
     if output.finish_reason not in _USABLE_ENDINGS:
         raise AgentError(f"the engine ended the response with {output.finish_reason!r} after {len(tokens)} tokens")
     if not tokens:
@@ -105,7 +105,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         fit = fit_prompt(len(prompt_tokens), max_length, sampling_params.max_tokens)
         cut = len(prompt_tokens) - fit.kept
         prompt_tokens = prompt_tokens[cut:]
-        sampling_params = copy.deepcopy(sampling_params)
+        # Whoever asks several times with one object is to find it as it was.
+        sampling_params = copy.copy(sampling_params)
         sampling_params.max_tokens = fit.budget
 
         sampled = await sample(llm_engine, prompt_tokens, sampling_params)

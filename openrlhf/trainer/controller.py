@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,7 @@ class LoopSettings:
             where they are needed before it.
         epochs: passes of the optimizer over the samples of a rollout.
         trace: steps that the ranks that train are traced in.
+        gap_limit: nats; a larger mean difference of the log-probs of engine and trainer is no rounding.
     """
 
     algo: AlgoConfig
@@ -79,6 +81,7 @@ class LoopSettings:
     on_policy_samples: int = 0
     epochs: int = 1
     trace: TraceSettings | None = None
+    gap_limit: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class RLController:
         self._evaluated_at: int | None = None
         # Steps in a row of which nothing could be trained on.
         self._barren = 0
+        self._told_of_gap = False
 
     @property
     def evaluated(self) -> bool:
@@ -196,6 +200,7 @@ class RLController:
         with self._phase("logprobs", metrics):
             self._add_scores(experience)
             metrics.add_logprob_gap(self._score_probes(probes))
+        self._tell_of_gap(metrics.values.get("sync/logprob_gap", 0.0))
         with self._phase("advantages", metrics):
             self._add_advantages(experience, metrics)
         with self._phase("update", metrics):
@@ -283,6 +288,16 @@ class RLController:
         experience = build_experience(probes)
         experience.batch.token_fields["old_logprobs"] = self._logprobs(self._models.actor, experience)
         return experience
+
+    def _tell_of_gap(self, gap: float) -> None:
+        if self._told_of_gap or gap <= self._settings.gap_limit:
+            return
+        self._told_of_gap = True
+        self._console.warn(
+            f"the log-probs of engine and trainer differ by {gap:.2g} nats in step {self.position.step + 1}, where "
+            f"rounding gives less than {self._settings.gap_limit:g}: all weights arrived, so vLLM computes another "
+            "model from this config.json than transformers does, and what is sampled is not what is trained"
+        )
 
     def _add_advantages(self, experience: Experience, metrics: StepMetrics) -> None:
         add_advantages(experience, self._algo, self._settings.shaping, self.position.kl_coef)

@@ -11,7 +11,7 @@ import torch
 
 from openrlhf.algorithms.filtering import keep_groups
 from openrlhf.config import RolloutConfig
-from openrlhf.data.prompts import PromptDataset, PromptRecord
+from openrlhf.data.prompts import PromptDataset
 from openrlhf.data.sampler import StatefulSampler
 from openrlhf.data.trajectory import Trajectory
 from openrlhf.rollout.actor import GroupRequest, Sampling
@@ -95,18 +95,23 @@ class RolloutCollector:
         if not indices:
             return None
         collected = Collected()
-        waiting = deque(self._requests(indices, with_probes=True))
+        probes, requests = self._probes(indices), self._requests(indices)
+        waiting, finished = deque(requests), 0
         total = len(indices) * self._settings.rollout.n_samples_per_prompt
         with self._console.phase("rollout", total=total, unit="samples") as bar:
             for group in self._pool.stream(waiting):
-                if group and group[0].group_id < 0:
+                finished += 1
+                if finished == -(-len(requests) // 2):
+                    # An engine that is asked for any log-prob works them out for all that it samples at that moment.
+                    waiting.extend(probes)
+                if not group or group[0].group_id < 0:
                     collected.probes += group
                 elif self._keeps(group):
                     collected.trajectories += group
                     bar.update(len(group))
                 else:
                     collected.dropped += group
-                    waiting.extend(self._requests(self._draw(1), with_probes=False))
+                    waiting.extend(self._requests(self._draw(1)))
         # Groups arrive as they finish; a fixed order keeps a seeded run repeatable.
         for samples in (collected.trajectories, collected.probes, collected.dropped):
             samples.sort(key=lambda trajectory: (trajectory.group_id, trajectory.sample_id))
@@ -155,24 +160,28 @@ class RolloutCollector:
             "rewards (which count where there are none), or give the range in their unit."
         )
 
-    def _requests(self, indices: Sequence[int], *, with_probes: bool) -> list[GroupRequest]:
+    def _probes(self, indices: Sequence[int]) -> list[GroupRequest]:
+        """Requests for the prompts of the next ``_requests``; their numbers are those of its groups, below 0."""
+        settings, rollout = self._settings, self._settings.rollout
+        # The nucleus of top_p renormalises log-probs, so what is compared is sampled from all tokens.
+        length = min(_PROBE_TOKENS, rollout.max_new_tokens or _PROBE_TOKENS)
+        probing = Sampling(rollout.temperature, 1.0, length, settings.sample_seed, logprobs=True)
+        return [
+            GroupRequest(-1 - self._groups - place, self._prompts[index], 1, probing, probe=True)
+            for place, index in enumerate(indices[:_PROBE_PROMPTS])
+        ]
+
+    def _requests(self, indices: Sequence[int]) -> list[GroupRequest]:
         settings, rollout = self._settings, self._settings.rollout
         first = self._groups
         self._groups += len(indices)
-        prompts: list[PromptRecord] = [self._prompts[index] for index in indices]
-        requests = []
-        if with_probes:
-            # The nucleus of top_p renormalises log-probs, so what is compared is sampled from all tokens.
-            length = min(_PROBE_TOKENS, rollout.max_new_tokens or _PROBE_TOKENS)
-            probing = Sampling(rollout.temperature, 1.0, length, settings.sample_seed, logprobs=True)
-            for group, prompt in enumerate(prompts[:_PROBE_PROMPTS], start=first):
-                requests.append(GroupRequest(-1 - group, prompt, 1, probing, probe=True))
         sampling = Sampling(
             rollout.temperature, rollout.top_p, rollout.max_new_tokens, settings.sample_seed, settings.logprobs
         )
-        for group, prompt in enumerate(prompts, start=first):
-            requests.append(GroupRequest(group, prompt, rollout.n_samples_per_prompt, sampling))
-        return requests
+        return [
+            GroupRequest(group, self._prompts[index], rollout.n_samples_per_prompt, sampling)
+            for group, index in enumerate(indices, start=first)
+        ]
 
 
 def _score(trajectory: Trajectory) -> float:

@@ -208,7 +208,6 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
     ("flags", "switches", "transport"),
     [
         ({}, [], "nccl"),
-        ({}, ["--train.async_enable"], "nccl"),
         (
             {"actor.num_gpus_per_node": 2, "ref.num_gpus_per_node": 2, "vllm.tensor_parallel_size": 2},
             ["--train.colocate_all", "--vllm.enable_sleep", "--ds.enable_sleep"],
@@ -220,7 +219,7 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
             "ipc",
         ),
     ],
-    ids=["engine apart", "engine apart, asynchronous", "an engine over both", "two engines, ZeRO 3"],
+    ids=["engine apart", "an engine over both", "two engines, ZeRO 3"],
 )
 def test_rl_trains_on_two_gpus(
     inputs: Path, tmp_path: Path, flags: dict[str, object], switches: list[str], transport: str

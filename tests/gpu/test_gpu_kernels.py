@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -213,25 +214,37 @@ def test_compiled_layers_with_the_varlen_kernel_agree_and_make_no_graph_twice(
     assert apart <= 2e-2 and turned <= 5e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("temperature", "entropy"), [(1.0, False), (0.7, True)])
-def test_kernels_for_logits_are_those_of_float64(dtype: torch.dtype, temperature: float, entropy: bool) -> None:
-    for vocab, banned in ((37, True), (4097, False), (151_936, False), (151_936, True)):
-        found = on_gpu(scored_logits, vocab, dtype, temperature, entropy, banned, "cuda")
-        assert all(distance < 1e-5 for distance in found.values()), (vocab, banned, found)
+def _scored_logits() -> dict[str, dict[str, float]]:
+    # In one process: starting one takes ten times as long as a case.
+    cases = itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32),
+        ((1.0, False), (0.7, True)),
+        ((37, True), (4097, False), (151_936, False), (151_936, True)),
+    )
+    return {
+        f"{dtype}, temperature {temperature}, entropy {entropy}, {vocab} logits, banned {banned}": scored_logits(
+            vocab, dtype, temperature, entropy, banned, "cuda"
+        )
+        for dtype, (temperature, entropy), (vocab, banned) in cases
+    }
 
 
-def _head_on_gpu(chunk_rows: int, entropy: bool) -> tuple[bool, dict[str, list[Any]]]:
+def test_kernels_for_logits_are_those_of_float64() -> None:
+    found = on_gpu(_scored_logits)
+    assert len(found) == 24
+    for case, distances in found.items():
+        assert all(distance < 1e-5 for distance in distances.values()), (case, distances)
+
+
+def _heads_on_gpu() -> list[tuple[bool, dict[str, list[Any]]]]:
     from openrlhf.models import logprobs
 
     chosen = logprobs._kernels(torch.empty(1, device="cuda")) is not None
-    return chosen, head_answers(chunk_rows, entropy, "cuda")
+    return [(chosen, head_answers(chunk_rows, entropy, "cuda")) for chunk_rows in (4, 100) for entropy in (True, False)]
 
 
-@pytest.mark.parametrize("entropy", [True, False])
-def test_an_output_head_takes_the_kernels_and_gives_what_pytorch_gives(entropy: bool) -> None:
-    for chunk_rows in (4, 100):
-        chosen, answers = on_gpu(_head_on_gpu, chunk_rows, entropy)
+def test_an_output_head_takes_the_kernels_and_gives_what_pytorch_gives() -> None:
+    for chosen, answers in on_gpu(_heads_on_gpu):
         assert chosen
         for kernels, plain in zip(answers["kernels"], answers["plain"], strict=True):
             torch.testing.assert_close(torch.tensor(kernels), torch.tensor(plain), rtol=1e-5, atol=1e-5)

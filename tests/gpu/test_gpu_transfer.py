@@ -134,7 +134,7 @@ def _sleep_and_transfer(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_an_engine_on_the_card_follows_the_trainer_and_frees_its_memory(tie: bool, tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model", "qwen2", hidden=128, head_dim=64, tie=tie)
+    folder = make_tiny_model(tmp_path / "model", "qwen2", hidden=256, tie=tie)
     seen = on_gpu(_sleep_and_transfer, folder, seconds=400)
     for name in ("start", "after sleep", "after a transfer", "after refusals"):
         assert seen[name] < CLOSE, seen

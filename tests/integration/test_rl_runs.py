@@ -21,6 +21,8 @@ from tests.tiny_models import make_tiny_model, make_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+ANOTHER_MODEL = "vLLM computes another model from this config.json"
+
 # One label a fault; every other sample is rewarded as usual.
 FAULTY_REWARD = (
     runs.REWARD
@@ -87,6 +89,7 @@ def test_a_run_survives_bad_rewards_and_long_prompts_counts_them_and_exports_a_m
     arguments = runs.command(tmp_path, inputs["model"], tmp_path / "prompts.jsonl", tmp_path / "reward.py", *flags)
     run = runs.finish(tmp_path, arguments)
     assert run.process.returncode == 0, run.text()[-4000:]
+    assert ANOTHER_MODEL not in run.text()
 
     first, second = runs.metrics(tmp_path)
     assert first["rollout/samples"] == 32 and first["reward/failed"] == 16
@@ -189,6 +192,15 @@ def test_a_run_that_is_told_to_end_unwinds_and_leaves_neither_processes_nor_shar
     assert (tmp_path / "out" / "report.html").exists()
     last = run.text().strip().splitlines()[-1]
     assert last == "openrlhf train_ppo_ray: terminated" and "Traceback" not in run.text(), run.text()[-3000:]
+
+
+def test_a_model_that_vllm_reads_otherwise_than_transformers_is_told(inputs: dict[str, Path], tmp_path: Path) -> None:
+    # vLLM's Qwen2 takes no head_dim from the config, and of weights that are twice as large the first half.
+    model = make_tiny_model(tmp_path / "model", "qwen2", hidden=128, head_dim=64)
+    prompts = runs.write_prompts(tmp_path / "prompts.jsonl", 4)
+    arguments = runs.command(tmp_path, model, prompts, inputs["reward"], "--algo.kl.init_coef", "0")
+    run = runs.finish(tmp_path, arguments)
+    assert run.process.returncode == 0 and run.text().count(ANOTHER_MODEL) == 1, run.text()[-3000:]
 
 
 @pytest.mark.skipif(not runs.is_root(), reason="needs root, to mount a small file system that fills up")

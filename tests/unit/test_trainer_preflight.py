@@ -16,7 +16,7 @@ from openrlhf.config import ConfigError, PPOConfig
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.trainer import preflight
 from openrlhf.trainer.preflight import other_token, policy_tokens, text_tokens
-from tests.tiny_models import END_ID, make_tiny_model, make_tokenizer
+from tests.tiny_models import END_ID, PAD_ID, make_tiny_model, make_tokenizer
 from tests.unit.config_args import built
 from tests.unit.test_models_value_head import with_head
 
@@ -86,6 +86,35 @@ JUDGE = ("--reward.model_name_or_path", "@judge")
 )
 def test_models_that_fit_are_let_through(models: Path, flags: tuple[str, ...]) -> None:
     preflight.run(config_of(models, *flags))
+
+
+@pytest.mark.parametrize(
+    ("ends", "flags", "told"),
+    [
+        ({"tokenizer": END_ID, "generation": END_ID}, ("--data.apply_chat_template",), False),
+        ({"tokenizer": PAD_ID, "generation": [7, END_ID]}, ("--data.apply_chat_template",), False),
+        ({"tokenizer": END_ID, "generation": 7}, ("--data.apply_chat_template",), False),
+        ({"tokenizer": PAD_ID, "config": END_ID}, ("--data.apply_chat_template",), False),
+        ({"tokenizer": PAD_ID, "config": 7}, ("--data.apply_chat_template",), True),
+        ({"tokenizer": PAD_ID, "generation": 7, "config": END_ID}, ("--data.apply_chat_template",), True),
+        ({"tokenizer": PAD_ID, "generation": 7}, (), False),
+    ],
+)
+def test_an_end_of_turn_at_which_engines_do_not_stop_is_told(
+    ends: dict[str, Any], flags: tuple[str, ...], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_model(tmp_path / "actor")
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends["tokenizer"])
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": ends.get("config", 7)}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if "generation" in ends:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends["generation"]}))
+    preflight.run(config_of(tmp_path, *flags, "--algo.advantage.estimator", "rloo"))
+    said = capsys.readouterr().err
+    assert ("ends a turn with '<|im_end|>', and engines do not stop there" in said) == told, said
 
 
 def test_missing_statistics_of_a_reward_model_are_told_once_by_the_run_and_by_the_plan_of_a_dry_run(
