@@ -155,16 +155,23 @@ def _uncertain(index: int) -> ValueError:
 
 def turn_end(tokenizer: Any) -> str:
     """Returns: the special token with which the chat template ends an assistant turn; "" where it uses none."""
+    return next(iter(turn_ends(tokenizer)), "")
+
+
+def turn_ends(tokenizer: Any) -> tuple[str, ...]:
+    """Returns: all special tokens that the chat template writes behind what the assistant says in the last turn.
+
+    Raises: ValueError where the template takes no question and answer, or does not write the answer as it is.
+    """
     require_chat_template(tokenizer)
-    return _turn_end(tokenizer, tokenizer.get_chat_template())
+    return _turn_ends(tokenizer, tokenizer.get_chat_template())
 
 
 @lru_cache(maxsize=8)
-def _turn_end(tokenizer: Any, chat_template: str) -> str:
+def _turn_ends(tokenizer: Any, chat_template: str) -> tuple[str, ...]:
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PLACEHOLDER}]
     after = _around(render_messages(tokenizer, messages), 1)[1]
-    token = control_tokens(tokenizer).search(after)
-    return token.group() if token else ""
+    return tuple(token.group() for token in control_tokens(tokenizer).finditer(after))
 
 
 def encode_marked(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:

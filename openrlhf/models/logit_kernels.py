@@ -7,12 +7,15 @@ with the entropy's sum carried along), and read and written once in the backward
 
 from __future__ import annotations
 
-import warnings
+import logging
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
+
+logger = logging.getLogger(__name__)
 
 # Logits of a row that one program holds at a time.
 BLOCK = 4096
@@ -125,15 +128,19 @@ def logits_to_gradient(
 
 @lru_cache(maxsize=8)
 def compiles(device: torch.device) -> bool:
-    """Whether the kernels can be made there, which takes a C compiler and Python's headers; warns where not."""
+    """Whether the kernels can be made there, which takes a C compiler and Python's headers; says so where not."""
     try:
         row_statistics(torch.zeros(1, 8, device=device), torch.zeros(1, dtype=torch.int64, device=device), 1.0)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        # The GPU's own trouble, of which another softmax would die as well.
+        raise
     except Exception as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        warnings.warn(
-            f"Triton cannot compile here ({reason}), so that log-probs take PyTorch's softmax, which is slower: "
-            "install gcc and Python's headers (python3-dev)",
-            stacklevel=2,
-        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(
+                "Triton cannot compile here (%s), so that log-probs take PyTorch's softmax, which is slower: install "
+                "gcc and Python's headers (python3-dev)",
+                reason,
+            )
         return False
     return True

@@ -290,13 +290,14 @@ class RLController:
         return experience
 
     def _tell_of_gap(self, gap: float) -> None:
-        if self._told_of_gap or gap <= self._settings.gap_limit:
+        if self._told_of_gap or not gap > self._settings.gap_limit:
             return
         self._told_of_gap = True
         self._console.warn(
             f"the log-probs of engine and trainer differ by {gap:.2g} nats in step {self.position.step + 1}, where "
-            f"rounding gives less than {self._settings.gap_limit:g}: all weights arrived, so vLLM computes another "
-            "model from this config.json than transformers does, and what is sampled is not what is trained"
+            f"rounding gives less than {self._settings.gap_limit:g}: what is sampled is not what is trained. All "
+            "weights arrived, so probably vLLM computes another model from this config.json than transformers does, or "
+            "--vllm.extra has it compute with fewer bits"
         )
 
     def _add_advantages(self, experience: Experience, metrics: StepMetrics) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig
 
 from openrlhf.config import ConfigError, DPOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.parse import print_note
-from openrlhf.data.spans import turn_end
+from openrlhf.data.spans import turn_ends
 from openrlhf.data.templates import encode, render_prompt, require_chat_template
 from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
 from openrlhf.models.value_head import HeadSpec, find_head, prepare_head
@@ -70,13 +70,19 @@ def _check_models(config: SFTConfig | RMConfig | DPOConfig | PPOConfig) -> None:
 
 def _tell_of_endings(config: PPOConfig, tokenizer: Any) -> None:
     """A response whose end the engine does not know runs on to its limit, and is rewarded as that."""
-    path, end = config.actor.model_name_or_path, turn_end(tokenizer)
-    number = tokenizer.convert_tokens_to_ids(end) if end else None
-    if number is not None and number not in stop_tokens(path, tokenizer, config.trust_remote_code):
+    path = config.actor.model_name_or_path
+    try:
+        ends = turn_ends(tokenizer)
+    except ValueError:
+        # RL renders questions alone, and some templates are made for those.
+        return
+    stops = stop_tokens(path, tokenizer, config.trust_remote_code)
+    if ends and not stops & set(tokenizer.convert_tokens_to_ids(list(ends))):
         print_note(
-            f"the chat template of {path} ends a turn with {end!r}, and engines do not stop there: they stop at "
+            f"the chat template of {path} ends a turn with {ends[0]!r}, and engines do not stop there: they stop at "
             f"eos_token of tokenizer_config.json ({tokenizer.eos_token!r}) and eos_token_id of generation_config.json. "
-            f"Unless the model was trained to answer otherwise, give one of them {end!r} ({number})."
+            f"Unless the model was trained to answer otherwise, give one of them {ends[0]!r} "
+            f"({tokenizer.convert_tokens_to_ids(ends[0])})."
         )
 
 
@@ -86,9 +92,10 @@ def stop_tokens(path: str, tokenizer: Any, trust_remote_code: bool) -> set[int]:
         named = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         # Without that file vLLM takes what config.json says.
-        named = load_config(path, trust_remote_code=trust_remote_code).get_text_config().eos_token_id
-    known = set(named if isinstance(named, list) else [named])
-    return {number for number in {*known, tokenizer.eos_token_id} if number is not None}
+        loaded = load_config(path, trust_remote_code=trust_remote_code)
+        named = GenerationConfig.from_model_config(loaded).eos_token_id
+    known = named if isinstance(named, list) else [named]
+    return {number for number in (*known, tokenizer.eos_token_id) if number is not None}
 
 
 def _check_new_head(config: RMConfig) -> None:

@@ -103,7 +103,7 @@ class RolloutCollector:
                 finished += 1
                 if finished == -(-len(requests) // 2):
                     # An engine that is asked for any log-prob works them out for all that it samples at that moment.
-                    waiting.extend(probes)
+                    waiting.extendleft(reversed(probes))
                 if not group or group[0].group_id < 0:
                     collected.probes += group
                 elif self._keeps(group):

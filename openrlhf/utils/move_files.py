@@ -21,7 +21,7 @@ def move_files(source: Path, target: Path, *, last: Collection[str]) -> set[str]
     """
     paths = sorted(source.iterdir(), key=lambda path: path.name in last)
     # safetensors leaves its files to their owner alone; a config was opened as any file, so it shows the umask.
-    mode = stat.S_IMODE(paths[-1].stat().st_mode)
+    mode = stat.S_IMODE(next(path for path in paths if path.name in last).stat().st_mode)
     for path in paths:
         if path.is_file():
             path.chmod(mode)

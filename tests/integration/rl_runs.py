@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,9 @@ class Run:
         """Returns: all that the processes of the run have mapped of the shared memory, and that has a name there."""
         mapped = set()
         for process in self.family():
-            mapped |= {Path(entry.path) for entry in process.memory_maps(grouped=True)}
+            # Some live for a moment only.
+            with suppress(psutil.Error):
+                mapped |= {Path(entry.path) for entry in process.memory_maps(grouped=True)}
         return sorted(path for path in mapped if path.is_relative_to(SHARED_MEMORY) and path.exists())
 
     def member(self, title: str) -> psutil.Process:

@@ -6,15 +6,13 @@ import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tests import logit_cases
+pytest.importorskip("triton")
 
-if find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
+from tests import logit_cases  # noqa: E402
 
 DEADLINE_S = 120
 
@@ -57,7 +55,7 @@ def test_a_nan_among_the_logits_is_not_hidden(interpreter: ProcessPoolExecutor) 
 
 
 def test_where_nothing_can_be_compiled_pytorch_does_the_work_and_a_warning_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from openrlhf.models import logit_kernels
 
@@ -66,6 +64,19 @@ def test_where_nothing_can_be_compiled_pytorch_does_the_work_and_a_warning_says_
 
     monkeypatch.setattr(logit_kernels, "row_statistics", fail)
     logit_kernels.compiles.cache_clear()
-    with pytest.warns(UserWarning, match=r"Triton cannot compile here \(fatal error: Python.h: no such file\).*gcc"):
-        assert logit_kernels.compiles(torch.device("cpu")) is False
+    assert logit_kernels.compiles(torch.device("cpu")) is False
+    logit_kernels.compiles.cache_clear()
+    assert "Triton cannot compile here (fatal error: Python.h: no such file)" in caplog.text and "gcc" in caplog.text
+
+
+def test_a_gpu_that_is_out_of_memory_is_not_taken_for_one_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openrlhf.models import logit_kernels
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(logit_kernels, "row_statistics", fail)
+    logit_kernels.compiles.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        logit_kernels.compiles(torch.device("cpu"))
     logit_kernels.compiles.cache_clear()

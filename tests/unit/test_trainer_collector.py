@@ -285,10 +285,10 @@ def test_probes_are_sampled_beside_the_first_prompts_and_never_trained_on(prompt
     assert len(collected.probes) == 8 and all(probe.group_id < 0 for probe in collected.probes)
     assert all(sample.group_id >= 0 for sample in collected.all_samples())
     probes = [request for request in pool.asked if request.probe]
-    # Of ten groups four run at once: the fifth that ends is followed by what was already under way or waiting.
-    assert [request.probe for request in pool.asked] == [False] * 10 + [True] * 8
-    assert [-1 - r.group_id for r in probes] == [r.group_id for r in pool.asked[:8]]
-    assert [r.prompt.prompt for r in probes] == [r.prompt.prompt for r in pool.asked[:8]]
+    # Four groups run at once: when the fifth of ten ends, the ninth is the last that was asked for.
+    assert [request.probe for request in pool.asked] == [False] * 8 + [True] * 8 + [False] * 2
+    first_prompts = [(r.group_id, r.prompt.prompt) for r in pool.asked[:8]]
+    assert [(-1 - r.group_id, r.prompt.prompt) for r in probes] == first_prompts
     assert all(r.sampling.top_p == 1 and r.sampling.logprobs and r.num_samples == 1 for r in probes)
 
 

@@ -117,6 +117,27 @@ def test_an_end_of_turn_at_which_engines_do_not_stop_is_told(
     assert ("ends a turn with '<|im_end|>', and engines do not stop there" in said) == told, said
 
 
+USERS = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|im_start|>{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+)
+TWICE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<pad><|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "eos"), [(USERS, PAD_ID), (TWICE, END_ID)], ids=["questions alone", "two ends"])
+def test_templates_whose_turns_end_otherwise_are_let_through_without_a_word(
+    template: str, eos: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_tiny_model(tmp_path / "actor")
+    tokenizer = make_tokenizer(chat_template=template)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(eos)
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        stored = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(stored | {"eos_token_id": eos}))
+    preflight.run(config_of(tmp_path, "--data.apply_chat_template", "--algo.advantage.estimator", "rloo"))
+    assert "ends a turn" not in capsys.readouterr().err
+
+
 def test_missing_statistics_of_a_reward_model_are_told_once_by_the_run_and_by_the_plan_of_a_dry_run(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
