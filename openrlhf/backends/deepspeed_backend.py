@@ -22,6 +22,7 @@ from openrlhf.backends.movement import MovementWatch
 from openrlhf.backends.moving_average import MovingAverage
 from openrlhf.backends.muon import rates_of
 from openrlhf.backends.optimizer import engine_with_optimizer
+from openrlhf.backends.parked import Parked
 from openrlhf.backends.residence import give_up, leave_accelerator, return_to
 from openrlhf.backends.weights import full_parameters, write_hf_folder
 from openrlhf.config import ConfigError, DeepSpeedConfig, OptimizerConfig
@@ -97,6 +98,8 @@ class DeepSpeedBackend(Answers):
         self._average = MovingAverage(self.module) if ema else None
         self._movement = MovementWatch(self.module, device) if trainable else None
         self._last_step: StepResult | None = None
+        # While the model is off its accelerator, what brings it back.
+        self._parked: Parked | None = None
         adapted = trainable and has_adapters(self.module)
         self._base = fingerprint(self.module, device, sharded=stage == 3) if adapted else None
 
@@ -336,13 +339,14 @@ class DeepSpeedBackend(Answers):
 
         A sharded model without an optimizer stays: each rank holds only its part of it.
         """
-        if self.device.type != "cpu" and (self._plain or self._trainable):
-            leave_accelerator(self.module, self._engine, plain=self._plain)
+        if self.device.type != "cpu" and self._parked is None and (self._plain or self._trainable):
+            self._parked = leave_accelerator(self.module, self._engine, plain=self._plain)
 
     def reload(self) -> None:
         """Undoes ``offload``."""
-        if self.device.type != "cpu" and (self._plain or self._trainable):
-            return_to(self.device, self.module, self._engine, plain=self._plain)
+        if self._parked is not None:
+            return_to(self.device, self.module, self._engine, self._parked, plain=self._plain)
+            self._parked = None
 
     def release(self) -> None:
         """Gives up the model's memory, while the process group stands on. Nothing may be asked of it afterwards."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from openrlhf.backends.frozen import move_frozen
+from openrlhf.backends.parked import Parked
 
 
 def move_plain(module: Any, engine: Any, device: torch.device | str) -> None:
@@ -39,14 +42,29 @@ def _move_steps_of_stage_3(engine: Any, device: torch.device | str) -> None:
     _move_state(engine.optimizer.optimizer, device)
 
 
-def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> None:
+def _buffers_of_stage_1(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What DeepSpeed's optimizer for bf16 on stage 1 holds, which is the only one that it does not move itself."""
+    yield from optimizer.bf16_groups_flat
+    yield from (weights.detach() for weights in optimizer.fp32_groups_flat_partition)
+    yield from optimizer.fp32_groups_gradients_flat
+    for state in optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
+
+
+def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> Parked:
     """Moves all to host memory.
 
     Args:
         plain: the engine keeps no buffers of its own.
+
+    Returns: what ``return_to`` needs.
     """
+    parked = Parked(())
     if plain:
         move_plain(module, engine, "cpu")
+    elif isinstance(engine.optimizer, BF16_Optimizer):
+        parked = Parked(_buffers_of_stage_1(engine.optimizer))
+        move_frozen(module, "cpu")
     elif engine.zero_optimization_stage() < 3:
         engine.offload_states()
         move_frozen(module, "cpu")
@@ -56,12 +74,16 @@ def leave_accelerator(module: Any, engine: Any, *, plain: bool) -> None:
         engine.offload_states(include=[Kind.lp_params, Kind.lp_grads, Kind.contiguous_grad_buffer])
         _move_steps_of_stage_3(engine, "cpu")
     torch.cuda.empty_cache()
+    return parked
 
 
-def return_to(device: torch.device, module: Any, engine: Any, *, plain: bool) -> None:
-    """Undoes ``leave_accelerator``."""
+def return_to(device: torch.device, module: Any, engine: Any, parked: Parked, *, plain: bool) -> None:
+    """Undoes ``leave_accelerator``, which gave ``parked``."""
     if plain:
         move_plain(module, engine, device)
+    elif isinstance(engine.optimizer, BF16_Optimizer):
+        parked.restore()
+        move_frozen(module, device)
     else:
         engine.reload_states()
         if engine.zero_optimization_stage() < 3:

@@ -56,16 +56,25 @@ def test_a_second_shard_group_changes_no_number_in_training_asking_saving_or_res
 
 
 def _sleep_between_steps(model: Path) -> list[tuple[Any, Any]]:
-    """On a CPU nothing moves, but every call into DeepSpeed is made, and has to leave it as it was."""
+    """On a CPU nothing moves, but every call into DeepSpeed is made, and has to leave it as it was; what is moved by us
+    gives up its memory there too.
+    """
     found = []
-    for stage, options in ((2, {}), (3, {}), (3, {"adam_offload": True}), (3, {"optimizer": MUON})):
+    half: dict[str, Any] = {"dtype": "bf16"}
+    cases: list[tuple[int, dict[str, Any]]] = [
+        *((0, half), (1, half), (1, {**half, "optimizer": MUON}), (2, half)),
+        *((1, {}), (2, {}), (3, {}), (3, {"adam_offload": True}), (3, {"optimizer": MUON})),
+    ]
+    for stage, options in cases:
         awake, sleeper = (worker.make_backend(model, stage, **options) for _ in range(2))
         expected, slept = [], []
         for step in range(worker.STEPS):
             expected.append(worker.train_with_backend(awake, range(step, step + 1)))
             slept.append(worker.train_with_backend(sleeper, range(step, step + 1)))
-            leave_accelerator(sleeper.module, sleeper.model, plain=False)
-            return_to(torch.device("cpu"), sleeper.module, sleeper.model, plain=False)
+            parked = leave_accelerator(sleeper.module, sleeper.model, plain=False)
+            if stage < 2 and options.get("dtype") == "bf16":
+                assert {p.untyped_storage().nbytes() for p in sleeper.module.parameters()} == {0}
+            return_to(torch.device("cpu"), sleeper.module, sleeper.model, parked, plain=False)
         found.append((expected, slept))
     return found
 
