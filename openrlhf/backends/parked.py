@@ -18,6 +18,9 @@ class Parked:
         self._held: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
+            if not storage.resizable():
+                # Mapped from a file, as a state that was loaded on a CPU is: there is no memory to give away.
+                continue
             size, copy = storage.nbytes(), None
             if bool(tensor.any()):
                 copy = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")

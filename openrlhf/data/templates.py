@@ -145,7 +145,7 @@ def require_chat_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ConfigError(
             f"--data.apply_chat_template needs a chat template, and the tokenizer of {tokenizer.name_or_path!r} has "
-            f"none: give one (--data.tokenizer_chat_template), or use --data.input_template instead"
+            f"none: give it one (fine-tuning has --data.tokenizer_chat_template), or use --data.input_template instead"
         )
 
 

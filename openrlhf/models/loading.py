@@ -365,8 +365,13 @@ def _spare_token(tokenizer: PreTrainedTokenizerBase) -> str:
         ),
         key=vocabulary.__getitem__,
     )
-    candidates = [*spare, tokenizer.unk_token, tokenizer.eos_token]
-    return next(token for token in candidates if token is not None)
+    for token in (*spare, tokenizer.unk_token, tokenizer.eos_token):
+        if token is not None:
+            return token
+    raise ConfigError(
+        f"the tokenizer of {tokenizer.name_or_path} has neither a pad nor an unknown nor an EOS token, so nothing can "
+        "fill rows up: give it a pad_token in tokenizer_config.json"
+    )
 
 
 def keep_pad_apart(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> bool:

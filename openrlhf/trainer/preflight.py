@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig
 from openrlhf.config import ConfigError, DPOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.parse import print_note
 from openrlhf.data.spans import turn_ends
-from openrlhf.data.templates import encode, render_prompt, require_chat_template
+from openrlhf.data.templates import encode, render_messages, render_prompt, require_chat_template
 from openrlhf.models.loading import check_context, load_config, load_tokenizer, reading
 from openrlhf.models.value_head import HeadSpec, find_head, prepare_head
 from openrlhf.trainer.dry_run_parts import model_facts
@@ -71,12 +71,16 @@ def _check_models(config: SFTConfig | RMConfig | DPOConfig | PPOConfig) -> None:
 def _tell_of_endings(config: PPOConfig, tokenizer: Any) -> None:
     """A response whose end the engine does not know runs on to its limit, and is rewarded as that."""
     path = config.actor.model_name_or_path
+    stops = stop_tokens(path, tokenizer, config.trust_remote_code)
     try:
         ends = turn_ends(tokenizer)
-    except ValueError:
+        opening = render_messages(tokenizer, [{"role": "user", "content": "a"}]).lstrip()
+    except (ValueError, ArithmeticError, RecursionError):
         # RL renders questions alone, and some templates are made for those.
         return
-    stops = stop_tokens(path, tokenizer, config.trust_remote_code)
+    if ends and opening.startswith(ends[0]):
+        # What opens turns ends none: the template closes them with words, or not at all.
+        return
     if ends and not stops & set(tokenizer.convert_tokens_to_ids(list(ends))):
         print_note(
             f"the chat template of {path} ends a turn with {ends[0]!r}, and engines do not stop there: they stop at "
@@ -87,15 +91,20 @@ def _tell_of_endings(config: PPOConfig, tokenizer: Any) -> None:
 
 
 def stop_tokens(path: str, tokenizer: Any, trust_remote_code: bool) -> set[int]:
-    """Returns: the ids at which vLLM ends a response: the tokenizer's EOS, and what the model's files name."""
+    """Returns: the ids at which vLLM ends a response: the tokenizer's EOS, and what the model's files name.
+
+    Raises: ConfigError where generation_config.json is none; vLLM would fall over it as well.
+    """
     try:
         named = GenerationConfig.from_pretrained(path).eos_token_id
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"generation_config.json of {path} cannot be used: {error}; mend it or delete it") from error
     except OSError:
         # Without that file vLLM takes what config.json says.
         loaded = load_config(path, trust_remote_code=trust_remote_code)
         named = GenerationConfig.from_model_config(loaded).eos_token_id
     known = named if isinstance(named, list) else [named]
-    return {number for number in (*known, tokenizer.eos_token_id) if number is not None}
+    return {number for number in (*known, tokenizer.eos_token_id) if isinstance(number, int)}
 
 
 def _check_new_head(config: RMConfig) -> None:

@@ -123,7 +123,15 @@ USERS = (
 TWICE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<pad><|im_end|>{% endfor %}"
 
 
-@pytest.mark.parametrize(("template", "eos"), [(USERS, PAD_ID), (TWICE, END_ID)], ids=["questions alone", "two ends"])
+OPENING = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }} end {% endfor %}<|im_start|>assistant "
+DIVIDES = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}{{ 1 / (messages | length - 2) }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "eos"),
+    [(USERS, PAD_ID), (TWICE, END_ID), (OPENING, PAD_ID), (DIVIDES, PAD_ID)],
+    ids=["questions alone", "two ends", "ends in words", "falls over an answer"],
+)
 def test_templates_whose_turns_end_otherwise_are_let_through_without_a_word(
     template: str, eos: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +144,14 @@ def test_templates_whose_turns_end_otherwise_are_let_through_without_a_word(
         (folder / name).write_text(json.dumps(stored | {"eos_token_id": eos}))
     preflight.run(config_of(tmp_path, "--data.apply_chat_template", "--algo.advantage.estimator", "rloo"))
     assert "ends a turn" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"early_stopping": "x"}'])
+def test_a_generation_config_that_is_none_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "actor")
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config.json of \S+/actor cannot be used: .*delete it"):
+        preflight.run(config_of(tmp_path, "--data.apply_chat_template", "--algo.advantage.estimator", "rloo"))
 
 
 def test_missing_statistics_of_a_reward_model_are_told_once_by_the_run_and_by_the_plan_of_a_dry_run(
