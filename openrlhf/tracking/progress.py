@@ -106,11 +106,13 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._total, self._first = total_steps, first_step
         self._start = time.monotonic()
+        # When the first step of this start was done: it warms up, and takes several times as long as the others.
+        self._warm: float | None = None
         self.live = self._stream.isatty()
 
     def begin(self, first_step: int) -> None:
         """Starts the clock by which the time that is left is guessed; ``first_step`` steps were done before."""
-        self._first, self._start = first_step, time.monotonic()
+        self._first, self._start, self._warm = first_step, time.monotonic(), None
 
     @contextmanager
     def phase(self, name: str, total: int, unit: str = "samples") -> Iterator[Bar]:
@@ -131,16 +133,21 @@ class Console:
         self.note(summary_line(step, self._total, metrics, self._seconds_left(step)))
 
     def estimate(self, step: int) -> None:
-        """After the first step of this start, says how long the others take; else nothing."""
+        """After the second step of this start, says how long the others take; else nothing. To be asked each step."""
+        left = self._seconds_left(step)
         more = self._total - step
-        if step == self._first + 1 and more > 0:
+        if step == self._first + 2 and more > 0:
             steps = "one more step takes" if more == 1 else f"{more} more steps take"
-            self.note(f"if they go as the first, {steps} about {duration(self._seconds_left(step))}")
+            self.note(f"if they go as the second, {steps} about {duration(left)}")
 
     def _seconds_left(self, step: int) -> float:
         """NaN before the first step of this start."""
-        done, elapsed = step - self._first, time.monotonic() - self._start
-        return (self._total - step) * elapsed / done if done > 0 else math.nan
+        done, now = step - self._first, time.monotonic()
+        if done == 1 and self._warm is None:
+            self._warm = now
+        if done > 1 and self._warm is not None:
+            return (self._total - step) * (now - self._warm) / (done - 1)
+        return (self._total - step) * (now - self._start) / done if done > 0 else math.nan
 
     def note(self, text: str) -> None:
         """Prints a line without disturbing a bar."""

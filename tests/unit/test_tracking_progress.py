@@ -120,23 +120,41 @@ def test_on_a_terminal_a_bar_shows_and_goes_away_and_the_summary_stays():
     assert "rollout" not in shown.split("\r")[-1]
 
 
-def test_after_the_first_step_of_a_start_the_time_of_the_others_is_guessed_once(monkeypatch):
+def test_after_the_second_step_of_a_start_the_time_of_the_others_is_guessed_once(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     stream = io.StringIO()
-    console = Console(7, stream)
+    console = Console(8, stream)
     clock[0] = 500.0
-    # A resumed run, whose start took its time.
+    # A resumed run, whose start took its time, and whose first step does.
     console.begin(3)
-    for step in (4, 5):
-        clock[0] += 20
+    for step, seconds in ((4, 300), (5, 20), (6, 20)):
+        clock[0] += seconds
         console.estimate(step)
-    assert stream.getvalue() == "if they go as the first, 3 more steps take about 1m00s\n"
+    assert stream.getvalue() == "if they go as the second, 3 more steps take about 1m00s\n"
     console.begin(5)
     console.estimate(6)
+    console.estimate(7)
     console.begin(6)
     console.estimate(7)
-    assert stream.getvalue().splitlines()[1:] == ["if they go as the first, one more step takes about 0s"]
+    console.estimate(8)
+    assert stream.getvalue().splitlines()[1:] == ["if they go as the second, one more step takes about 0s"]
+
+
+def test_the_time_that_is_left_does_not_count_the_first_step_again(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    console = Console(10, stream)
+    console.begin(0)
+    for step, seconds in ((1, 90), (2, 10), (3, 20)):
+        clock[0] += seconds
+        console.step(step, RL_STEP)
+    assert [line.split("  ")[-1] for line in stream.getvalue().splitlines()] == [
+        "13m30s left",
+        "1m20s left",
+        "1m45s left",
+    ]
 
 
 def test_an_error_inside_a_phase_passes_and_takes_the_bar_away():
