@@ -105,8 +105,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         fit = fit_prompt(len(prompt_tokens), max_length, sampling_params.max_tokens)
         cut = len(prompt_tokens) - fit.kept
         prompt_tokens = prompt_tokens[cut:]
-        # Whoever asks several times with one object is to find it as it was.
-        sampling_params = copy.copy(sampling_params)
+        sampling_params = copy.deepcopy(sampling_params)
         sampling_params.max_tokens = fit.budget
 
         sampled = await sample(llm_engine, prompt_tokens, sampling_params)

@@ -78,10 +78,10 @@ def _tell_of_endings(config: PPOConfig, tokenizer: Any) -> None:
     except (ValueError, ArithmeticError, RecursionError):
         # RL renders questions alone, and some templates are made for those.
         return
-    if ends and opening.startswith(ends[0]):
+    if not ends or opening.startswith(ends[0]):
         # What opens turns ends none: the template closes them with words, or not at all.
         return
-    if ends and not stops & set(tokenizer.convert_tokens_to_ids(list(ends))):
+    if not stops & set(tokenizer.convert_tokens_to_ids(list(ends))):
         print_note(
             f"the chat template of {path} ends a turn with {ends[0]!r}, and engines do not stop there: they stop at "
             f"eos_token of tokenizer_config.json ({tokenizer.eos_token!r}) and eos_token_id of generation_config.json. "

@@ -158,6 +158,7 @@ def test_without_a_limit_the_budget_is_what_the_prompt_leaves() -> None:
     prompt, used = engine.requests[0]
     assert used.max_tokens == 20 - len(prompt)
     assert params.max_tokens is None, "the caller's parameters serve other samples as well"
+    assert used.stop is not params.stop
 
 
 def test_images_are_refused() -> None:
