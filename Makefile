@@ -11,6 +11,8 @@ PYTEST := $(BIN)/python -m pytest
 OUTPUT ?= outputs/quickstart
 # Test files that run at one time; each may take 6 GB and has processes of its own.
 JOBS ?= 2
+# Tests that need one GPU run side by side, one on each.
+CARDS ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)
@@ -61,7 +63,8 @@ test-fast: install
 
 # A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
 test-gpu:
-	$(PYTHON) -m pytest tests/gpu -m gpu
+	$(PYTHON) -m pytest tests/gpu -m "gpu and not several_gpus" -n $(CARDS) --dist worksteal
+	$(PYTHON) -m pytest tests/gpu -m several_gpus
 
 lint: install
 	$(BIN)/ruff check .

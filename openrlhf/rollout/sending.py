@@ -50,7 +50,7 @@ def send_weights(
     try:
         if leads:
             on_all(engines, "begin_update", timeout=timeout)
-        for tensors in buckets(parameters, dtype):
+        for tensors in buckets(parameters, dtype, sender.bucket_bytes):
             offer = sender.put(tensors)
             if leads:
                 again = sorted(manifest.keys() & offer.checksums.keys())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from openrlhf.rollout.integrity import checksum, packed_checksums
 from openrlhf.rollout.packing import Layout, pack, unpack
-from openrlhf.rollout.transfer import Exchange, write_bucket
+from openrlhf.rollout.transfer import BUCKET_BYTES, GPU_BUCKET_BYTES, Exchange, write_bucket
 
 _SENDER_RANK = 0
 # Seconds between two looks at engines that a broadcast waits for.
@@ -49,9 +49,11 @@ class Sender(Protocol):
 
     Attributes:
         every_rank: all ranks of the trainer take part, with the same buckets; otherwise only the first does.
+        bucket_bytes: of one bucket at most, a larger single tensor apart.
     """
 
     every_rank: bool
+    bucket_bytes: int
 
     def put(self, tensors: dict[str, torch.Tensor]) -> Offer:
         """Makes a bucket ready to be taken."""
@@ -70,6 +72,7 @@ class SharedMemorySender:
     """A safetensors file in shared memory, or on disk where that is full."""
 
     every_rank = False
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self) -> None:
         self._exchange = Exchange()
@@ -99,6 +102,7 @@ class IpcSender:
     """The memory of the card that a rank shares with an engine's worker, opened there through CUDA IPC."""
 
     every_rank = True
+    bucket_bytes = GPU_BUCKET_BYTES
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -188,6 +192,7 @@ class BroadcastSender:
     every_rank = False
 
     def __init__(self, group: WeightGroup) -> None:
+        self.bucket_bytes = GPU_BUCKET_BYTES if group.device.type == "cuda" else BUCKET_BYTES
         self._group = group
         self._buffer: torch.Tensor | None = None
 

@@ -28,7 +28,8 @@ from openrlhf.rollout.transports import Rendezvous
 from openrlhf.rollout.vllm_receiver import BACKEND, OWNER_VARIABLE, WORKER_EXTENSION, CpuExecutor
 from openrlhf.utils.errors import RunError
 
-_CPU_BATCHED_TOKENS = 8192
+# vLLM's own 2,048 for engines that are no server cut the prompts of a rollout into many small steps.
+_BATCHED_TOKENS = 8192
 
 
 class EngineDied(RuntimeError):
@@ -63,12 +64,12 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            "max_num_batched_tokens": _batched_tokens(spec, on_cpu=on_cpu),
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
             # A prompt that is prefilled in parts rewinds its generator, which torch's CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
-            arguments["max_num_batched_tokens"] = max(_CPU_BATCHED_TOKENS, spec.max_model_len)
             arguments["distributed_executor_backend"] = CpuExecutor
         else:
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
@@ -242,6 +243,15 @@ class VllmEngine:
     def shutdown(self) -> None:
         """Ends the engine's processes."""
         self._engine.shutdown()
+
+
+def _batched_tokens(spec: EngineSpec, *, on_cpu: bool) -> int:
+    """Tokens that one forward of an engine takes at most."""
+    if on_cpu or spec.extra.get("enable_chunked_prefill") is False:
+        # A prompt goes through in one piece.
+        return max(_BATCHED_TOKENS, spec.max_model_len)
+    # vLLM tries this many at the start, and some models have no more places than the context.
+    return min(_BATCHED_TOKENS, spec.max_num_seqs * spec.max_model_len)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -89,6 +89,12 @@ def engines_sleep(config: PPOConfig, *, on_gpu: bool) -> bool:
     return on_gpu and shares and config.vllm.enable_sleep
 
 
+def engine_share(config: PPOConfig) -> float:
+    """Returns: of a card's memory, what an engine takes at most."""
+    # A cache of so many bytes is taken whatever the share of the engine is.
+    return 1.0 if config.vllm.extra.get("kv_cache_memory_bytes") else config.vllm.gpu_memory_utilization
+
+
 def _shares_prompts(config: PPOConfig, on_gpu: bool) -> bool:
     """Whether the samples of a group reuse the cache of their prompt without being told to.
 

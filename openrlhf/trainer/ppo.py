@@ -18,7 +18,7 @@ from openrlhf.trainer import rl_specs
 from openrlhf.trainer.cluster import ray_session
 from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.evaluation import Evaluator
-from openrlhf.trainer.launch import ModelLauncher, engines_sleep, start_engines
+from openrlhf.trainer.launch import ModelLauncher, engine_share, engines_sleep, start_engines
 from openrlhf.trainer.placement import place_roles, role_sizes
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.rl_states import sole_run
@@ -141,6 +141,7 @@ def _turns(
         others=[group for group in _groups(models, rewards) if group not in trained],
         engines_sleep=engines_sleep(config, on_gpu=on_gpu),
         training_sleeps=on_gpu and config.ds.enable_sleep,
+        engine_share=engine_share(config),
         timeout=config.train.step_timeout,
     )
 

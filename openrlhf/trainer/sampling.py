@@ -19,7 +19,8 @@ from openrlhf.rollout.pool import RolloutPool
 from openrlhf.tracking.progress import Console
 
 _PROBE_PROMPTS = 8
-_PROBE_TOKENS = 32
+# They end after all other samples where those end together.
+_PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True)

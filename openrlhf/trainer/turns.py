@@ -29,6 +29,7 @@ class DeviceTurns:
         others: Sequence[WorkerGroup],
         engines_sleep: bool,
         training_sleeps: bool,
+        engine_share: float = 1.0,
         timeout: float,
     ) -> None:
         """
@@ -38,11 +39,13 @@ class DeviceTurns:
             others: all other groups.
             engines_sleep: engines free their memory while models work; they are asleep now.
             training_sleeps: weights and optimizers of ``trained`` leave the card while engines sample.
+            engine_share: of a card's memory, what an engine takes at most.
             timeout: seconds that one change of a part may take.
         """
         self._pool, self._send = pool, send
         self._trained, self._others = list(trained), list(others)
         self._engines_sleep, self._training_sleeps = engines_sleep, training_sleeps
+        self._engine_share = engine_share
         self._timeout = timeout
         self._engines = _Engines.ASLEEP if engines_sleep else _Engines.AWAKE
         self._resident = True
@@ -82,6 +85,6 @@ class DeviceTurns:
             self._resident = False
         if self._engines is _Engines.WEIGHTS:
             for group in [*self._trained, *self._others]:
-                group.call("release", timeout=self._timeout)
+                group.call("release", self._engine_share, timeout=self._timeout)
             self._pool.call("wake", "kv_cache", timeout=self._timeout)
             self._engines = _Engines.AWAKE

@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import get_scheduler
 
 from tests.integration.backend_worker import EPS, LR, STEPS, decay_groups, micro_batches, share_of_rank, token_loss
 from tests.ports import free_port
+
+
+def needs_two_gpus(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that takes two cards; it runs apart from those that are dealt out to the cards."""
+    missing = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+    return pytest.mark.several_gpus(missing(test))
 
 
 def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> Any:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.config.checks_system import engine_devices
 from openrlhf.tracking.jsonl import read_jsonl
 from openrlhf.trainer.flops import peak_flops
+from tests.gpu.gpu_process import needs_two_gpus
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -203,7 +204,7 @@ def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_
 
 
 @needs_engine
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@needs_two_gpus
 @pytest.mark.parametrize(
     ("flags", "switches", "transport"),
     [

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from openrlhf.config import DeepSpeedConfig, MuonConfig, OptimizerConfig
-from tests.gpu.gpu_process import on_gpu, on_gpus, train_backend
+from tests.gpu.gpu_process import needs_two_gpus, on_gpu, on_gpus, train_backend
 from tests.integration.backend_worker import KEEP_WHOLE, LR, OPTIMIZER, STEPS, micro_batches
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 MUON = replace(OPTIMIZER, optim="muon", muon=MuonConfig(lr=0.01))
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 
 # Settings of a backend: its flags, its optimizer, and whether it leaves the GPU between steps.
 Case = tuple[dict[str, Any], OptimizerConfig, bool]
@@ -75,7 +74,7 @@ def test_an_optimizer_in_host_memory_takes_the_same_steps_and_leaves_the_gpu_wit
             assert _furthest(other, plain) <= LR / 20, case
 
 
-@two_gpus
+@needs_two_gpus
 def test_two_gpus_put_the_matrices_of_muon_together_as_one_does(model: Path) -> None:
     cases: list[Case] = [({"zero_stage": stage, "param_dtype": "fp32"}, MUON, False) for stage in (0, 1, 2, 3)]
     alone = on_gpu(_train, model, cases[:1])[0]
@@ -85,7 +84,7 @@ def test_two_gpus_put_the_matrices_of_muon_together_as_one_does(model: Path) -> 
             assert _furthest(found, alone) <= LR / 20, case
 
 
-@two_gpus
+@needs_two_gpus
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_gradients_that_are_reduced_beside_the_backward_are_the_same(model: Path, dtype: str) -> None:
     cases: list[Case] = [

@@ -16,7 +16,7 @@ class Recorder:
         self._name, self._log = name, log
 
     def call(self, method: str, *args: Any, timeout: float) -> None:
-        self._log.append(" ".join([self._name, method, *args]))
+        self._log.append(" ".join([self._name, method, *map(str, args)]))
 
 
 def turns_of(*, engines: bool, training: bool) -> tuple[DeviceTurns, list[str]]:
@@ -31,11 +31,11 @@ def turns_of(*, engines: bool, training: bool) -> tuple[DeviceTurns, list[str]]:
         "trained": [Recorder("actor", log)],
         "others": [Recorder("ref", log)],
     }
-    turns = DeviceTurns(send=send, engines_sleep=engines, training_sleeps=training, timeout=1.0, **parts)
+    turns = DeviceTurns(send=send, engines_sleep=engines, training_sleeps=training, engine_share=0.4, timeout=1.0, **parts)
     return turns, log
 
 
-WAKING = ["actor release", "ref release", "engines wake kv_cache"]
+WAKING = ["actor release 0.4", "ref release 0.4", "engines wake kv_cache"]
 
 
 def one_step(turns: DeviceTurns, version: int) -> None:
