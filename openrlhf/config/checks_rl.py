@@ -270,13 +270,20 @@ def check_colocation(config: PPOConfig) -> None:
         _same_size("--train.colocate_all", "actor", actor, "reward", config.reward)
     if train.colocate_critic_reward and critic and reward:
         _same_size("--train.colocate_critic_reward", "critic", config.critic, "reward", config.reward)
-    engines = config.vllm.num_engines * config.vllm.tensor_parallel_size
-    if train.colocate_all and not train.async_enable and engines != actor.world_size:
+    if train.colocate_all and not train.async_enable:
+        _check_engines_fill(config)
+
+
+def _check_engines_fill(config: PPOConfig) -> None:
+    vllm, actor = config.vllm, config.actor
+    each, left = divmod(vllm.num_engines * vllm.tensor_parallel_size, actor.world_size)
+    if left or not each or (each > 1 and vllm.tensor_parallel_size > 1):
         raise ConfigError(
             f"--train.colocate_all puts engines and actor on the same GPUs, but --vllm.num_engines "
-            f"{config.vllm.num_engines} x --vllm.tensor_parallel_size {config.vllm.tensor_parallel_size} is not "
-            f"--actor.num_nodes {actor.num_nodes} x --actor.num_gpus_per_node {actor.num_gpus_per_node}; make "
-            "them equal."
+            f"{vllm.num_engines} x --vllm.tensor_parallel_size {vllm.tensor_parallel_size} is not "
+            f"--actor.num_nodes {actor.num_nodes} x --actor.num_gpus_per_node {actor.num_gpus_per_node}; make them "
+            "equal, or, with --vllm.tensor_parallel_size 1, --vllm.num_engines a multiple of it: each GPU then has "
+            "several engines."
         )
 
 

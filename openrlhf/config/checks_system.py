@@ -304,12 +304,25 @@ def check_shared_memory(config: TrainingConfig) -> None:
     """Raises ConfigError where an engine takes nearly all of the GPU that others share."""
     if not isinstance(config, PPOConfig) or not config.train.colocate_all or config.train.async_enable:
         return
-    share = config.vllm.gpu_memory_utilization
+    engines = config.engines_per_place
+    share = engines * config.vllm.gpu_memory_utilization
+    if engines > 1 and share > 1:
+        raise ConfigError(
+            f"--vllm.gpu_memory_utilization {config.vllm.gpu_memory_utilization:g} is what each engine takes, and "
+            f"--vllm.num_engines {config.vllm.num_engines} puts {engines} on every GPU; lower it below "
+            f"{1 / engines:.2g}."
+        )
     if share > MOST_OF_A_SHARED_GPU and not config.vllm.enable_sleep:
         raise ConfigError(
-            f"--vllm.gpu_memory_utilization {share:g} leaves too little of a GPU for the models that share it under "
-            f"--train.colocate_all; lower it to {MOST_OF_A_SHARED_GPU:g} or less (0.3 to 0.5 is usual)."
+            f"--vllm.gpu_memory_utilization {_shares(config)} leaves too little of a GPU for the models that share it "
+            f"under --train.colocate_all; lower it to {MOST_OF_A_SHARED_GPU / engines:.4g} or less "
+            f"({0.3 / engines:.2g} to {0.5 / engines:.2g} is usual)."
         )
+
+
+def _shares(config: PPOConfig) -> str:
+    share, engines = config.vllm.gpu_memory_utilization, config.engines_per_place
+    return f"{share:g}" if engines == 1 else f"{share:g}, of each of {engines} engines,"
 
 
 def device_notes(config: Config, device: str) -> list[str]:

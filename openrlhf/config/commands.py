@@ -141,6 +141,13 @@ class PPOConfig(TrainingConfig):
         return self.algo.kl.enabled and self.ds.lora.rank > 0
 
     @property
+    def engines_per_place(self) -> int:
+        """Engines that share each GPU of the actor, or its place on a CPU; 1 where they stand apart from it."""
+        if not self.train.colocate_all or self.train.async_enable:
+            return 1
+        return max(1, self.vllm.num_engines * self.vllm.tensor_parallel_size // self.actor.world_size)
+
+    @property
     def reward_models(self) -> list[str]:
         """Folders or hub names of the reward models."""
         return [name.strip() for name in (self.reward.model_name_or_path or "").split(",") if name.strip()]

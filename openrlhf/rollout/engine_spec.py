@@ -7,6 +7,8 @@ from typing import Any
 
 _MIN_CACHE_BYTES, _MAX_CACHE_BYTES = 64 * 2**20, 4 * 2**30
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# vLLM's own 2,048 for engines that are no server cut the prompts of a rollout into many small steps.
+_BATCHED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class EngineSpec:
     kv_cache_bytes: int | None = None
     trust_remote_code: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def batched_tokens(spec: EngineSpec) -> int:
+    """Returns: tokens that one forward of an engine takes at most."""
+    on_cpu = spec.kv_cache_bytes is not None
+    if on_cpu or spec.extra.get("enable_chunked_prefill") is False:
+        # A prompt goes through in one piece.
+        return max(_BATCHED_TOKENS, spec.max_model_len)
+    # vLLM tries this many at the start, and some models have no more places than the context.
+    return min(_BATCHED_TOKENS, spec.max_num_seqs * spec.max_model_len)
 
 
 def cpu_cache_bytes(model: str, tokens: int, param_dtype: str, trust_remote_code: bool) -> int:

@@ -22,14 +22,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf.rollout.engine_files import EngineFiles, describe_start
-from openrlhf.rollout.engine_spec import EngineSpec
+from openrlhf.rollout.engine_spec import EngineSpec, batched_tokens
 from openrlhf.rollout.integrity import TransferError
 from openrlhf.rollout.transports import Rendezvous
 from openrlhf.rollout.vllm_receiver import BACKEND, OWNER_VARIABLE, WORKER_EXTENSION, CpuExecutor
 from openrlhf.utils.errors import RunError
-
-# vLLM's own 2,048 for engines that are no server cut the prompts of a rollout into many small steps.
-_BATCHED_TOKENS = 8192
 
 
 class EngineDied(RuntimeError):
@@ -64,7 +61,7 @@ class VllmEngine:
             "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            "max_num_batched_tokens": _batched_tokens(spec, on_cpu=on_cpu),
+            "max_num_batched_tokens": batched_tokens(spec),
         }
         if on_cpu:
             arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
@@ -86,6 +83,8 @@ class VllmEngine:
         self._updating = False
         self._whole = True
         self._awake = True
+        # Something may be cached that older weights computed.
+        self._caching = False
         self.weight_version = 0
         self.vocab_size: int = self._engine.model_config.get_vocab_size()
 
@@ -145,6 +144,7 @@ class VllmEngine:
         if multi_modal_data is not None:
             prompt["multi_modal_data"] = multi_modal_data
         final = None
+        self._caching = True
         self._running += 1
         try:
             with self._naming_death():
@@ -165,6 +165,8 @@ class VllmEngine:
         with self._naming_death():
             # Level 1 would keep a copy of weights that are about to be replaced.
             await self._engine.sleep(level=2)
+        # vLLM forgets what it has cached before it gives the memory of it away.
+        self._caching = False
 
     async def wake(self, part: str) -> None:
         """Takes GPU memory back.
@@ -214,8 +216,10 @@ class VllmEngine:
         with self._naming_fault():
             await self._engine.finish_weight_update()
             self._updating = False
-            if await self._engine.reset_prefix_cache() is False:
+            # It looks at every block, for a twentieth of a second where a cache has 60 GiB.
+            if self._caching and await self._engine.reset_prefix_cache() is False:
                 raise TransferError("the engine kept its prefix cache, which belongs to older weights")
+            self._caching = False
         self.weight_version = version
         self._whole = True
 
@@ -243,15 +247,6 @@ class VllmEngine:
     def shutdown(self) -> None:
         """Ends the engine's processes."""
         self._engine.shutdown()
-
-
-def _batched_tokens(spec: EngineSpec, *, on_cpu: bool) -> int:
-    """Tokens that one forward of an engine takes at most."""
-    if on_cpu or spec.extra.get("enable_chunked_prefill") is False:
-        # A prompt goes through in one piece.
-        return max(_BATCHED_TOKENS, spec.max_model_len)
-    # vLLM tries this many at the start, and some models have no more places than the context.
-    return min(_BATCHED_TOKENS, spec.max_num_seqs * spec.max_model_len)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -162,13 +162,13 @@ def add_placement(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts], p
 
     Raises: ConfigError where there are too few GPUs.
     """
-    from openrlhf.trainer.placement import colocated_roles, role_sizes
+    from openrlhf.trainer.placement import colocated_roles, places_of, role_sizes
 
     gpus, cpus, source = resources()
     device = "cuda" if config.device == "cuda" or (config.device == "auto" and gpus) else "cpu"
     sizes = role_sizes(config)
     width = {"engine": config.vllm.tensor_parallel_size}
-    groups = [(roles, max(sizes[role] * width.get(role, 1) for role in roles)) for roles in colocated_roles(config)]
+    groups = [(roles, places_of(config, roles, width)) for roles in colocated_roles(config)]
     unit = "GPUs" if device == "cuda" else "CPU places"
     cells: Cells = [(" + ".join(roles), f"{count} {unit}") for roles, count in groups]
     needed = sum(count for _, count in groups)
@@ -229,7 +229,7 @@ def _forward_tokens(config: PPOConfig) -> tuple[int, int]:
 
 
 def _engine_memory(config: PPOConfig, facts: ModelFacts, device: str, prompts: int) -> dict[str, float]:
-    """What an engine takes: its part of the weights, and the KV cache that it is started with."""
+    """What the engines of one place take: their part of the weights, and the KV cache that they are started with."""
     from openrlhf.rollout.engine_spec import cpu_cache_bytes
     from openrlhf.trainer.launch import engine_sequences
 
@@ -246,7 +246,7 @@ def _engine_memory(config: PPOConfig, facts: ModelFacts, device: str, prompts: i
     elif torch.cuda.is_available():
         share = config.vllm.gpu_memory_utilization * torch.cuda.get_device_properties(0).total_memory
         memory["KV cache"] = max(0.0, share - weights)
-    return memory
+    return {part: config.engines_per_place * amount for part, amount in memory.items()}
 
 
 def _rows(config: PPOConfig, spec: str, probs: str | None, split: str) -> Rows:

@@ -27,13 +27,10 @@ from openrlhf.utils.supervise import Supervisor
 _CPU_SEQUENCES, _GPU_SEQUENCES = 128, 512
 
 
-def start_engines(
+def make_engines(
     config: PPOConfig, places: list[Place], supervisor: Supervisor, on_gpu: bool, num_prompts: int
-) -> tuple[RolloutPool, dict[str, Any]]:
-    """Starts the engines.
-
-    Returns: the pool, and by engine name what will say that it has started.
-    """
+) -> RolloutPool:
+    """Makes the processes of the engines, which ``start_engines`` has them start."""
     sequences = engine_sequences(config, num_prompts, on_gpu=on_gpu)
     spec, agent = _engine_spec(config, sequences, on_gpu), _agent_spec(config)
     remote = ray.remote(RolloutActor)
@@ -48,7 +45,22 @@ def start_engines(
     pool = RolloutPool(engines, supervisor, samples_in_flight=2 * sequences, timeout=config.train.step_timeout)
     for name, engine in zip(pool.names, engines, strict=True):
         supervisor.watch(name, engine.watch.remote())
-    return pool, {name: engine.start.remote() for name, engine in zip(pool.names, engines, strict=True)}
+    return pool
+
+
+def start_engines(config: PPOConfig, pool: RolloutPool, supervisor: Supervisor, on_gpu: bool) -> dict[str, Any]:
+    """Starts the engines; those that share a GPU one after the other, since each measures what is free on it.
+
+    Returns: by engine name, what will say that it has started.
+    """
+    ready: dict[str, Any] = {}
+    named = list(zip(pool.names, pool.engines, strict=True))
+    # Engines of one wave stand on different GPUs.
+    wave = len(named) // config.engines_per_place if on_gpu else len(named)
+    for first in range(0, len(named), wave):
+        supervisor.get_all(ready, what="its start", timeout=config.vllm.start_timeout)
+        ready |= {name: engine.start.remote() for name, engine in named[first : first + wave]}
+    return ready
 
 
 def engine_sequences(config: PPOConfig, num_prompts: int, *, on_gpu: bool) -> int:
@@ -90,9 +102,11 @@ def engines_sleep(config: PPOConfig, *, on_gpu: bool) -> bool:
 
 
 def engine_share(config: PPOConfig) -> float:
-    """Returns: of a card's memory, what an engine takes at most."""
+    """Returns: of a card's memory, what its engines take at most."""
     # A cache of so many bytes is taken whatever the share of the engine is.
-    return 1.0 if config.vllm.extra.get("kv_cache_memory_bytes") else config.vllm.gpu_memory_utilization
+    if config.vllm.extra.get("kv_cache_memory_bytes"):
+        return 1.0
+    return config.engines_per_place * config.vllm.gpu_memory_utilization
 
 
 def _shares_prompts(config: PPOConfig, on_gpu: bool) -> bool:

@@ -114,6 +114,17 @@ def colocated_roles(config: PPOConfig) -> list[tuple[str, ...]]:
     return shared + [(role,) for role in roles if not any(role in group for group in shared)]
 
 
+def places_of(config: PPOConfig, roles: Sequence[str], widths: Mapping[str, int]) -> int:
+    """Returns: the GPUs, or the places on a CPU, that roles take which share them.
+
+    Args:
+        widths: of one worker, by role; 1 for those that are not named.
+    """
+    sizes = role_sizes(config)
+    each = {"engine": config.engines_per_place}
+    return max(sizes[role] * widths.get(role, 1) // each.get(role, 1) for role in roles)
+
+
 def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
     """Reserves a place for every worker.
 
@@ -125,11 +136,12 @@ def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
     widths = {role: config.vllm.tensor_parallel_size if on_gpu and role == "engine" else 1 for role in sizes}
     places: dict[str, list[Place]] = {}
     for roles in colocated_roles(config):
-        group = _reserve(roles, max(sizes[role] * widths[role] for role in roles), on_gpu)
-        share = 1.0 / len(roles)
+        count = places_of(config, roles, widths)
+        group = _reserve(roles, count, on_gpu)
+        share = 1.0 / (len(roles) + ("engine" in roles) * (config.engines_per_place - 1))
         for role in roles:
             if widths[role] == 1:
-                places[role] = [Place(group, index, share, on_gpu) for index in range(sizes[role])]
+                places[role] = [Place(group, index % count, share, on_gpu) for index in range(sizes[role])]
             else:
                 places[role] = _wide_places(group, sizes[role], widths[role], share)
     return places

@@ -18,8 +18,9 @@ from openrlhf.trainer import rl_specs
 from openrlhf.trainer.cluster import ray_session
 from openrlhf.trainer.controller import Models, RLController
 from openrlhf.trainer.evaluation import Evaluator
-from openrlhf.trainer.launch import ModelLauncher, engine_share, engines_sleep, start_engines
+from openrlhf.trainer.launch import ModelLauncher, engine_share, engines_sleep, make_engines, start_engines
 from openrlhf.trainer.placement import place_roles, role_sizes
+from openrlhf.trainer.process import few_threads
 from openrlhf.trainer.rl_outputs import RLOutputs
 from openrlhf.trainer.rl_states import sole_run
 from openrlhf.trainer.sampling import RolloutCollector
@@ -44,6 +45,7 @@ def run(config: PPOConfig) -> None:
         ConfigError, DataError: the input cannot be used.
         RunError: a worker died, failed or did not answer; the last checkpoint is whole.
     """
+    few_threads()
     tokenizer = load_tokenizer(
         config.actor.model_name_or_path,
         use_fast=not config.data.disable_fast_tokenizer,
@@ -71,8 +73,9 @@ def run(config: PPOConfig) -> None:
         console.note(f"starting {roles} on Ray; engines take the longest, half a minute or more")
         places = place_roles(config, on_gpu=on_gpu)
         # The engines take the longest to start, so they start first and the models load beside them.
-        pool, engines_ready = start_engines(config, places["engine"], supervisor, on_gpu, len(prompts))
+        pool = make_engines(config, places["engine"], supervisor, on_gpu, len(prompts))
         with _engines_end(pool):
+            engines_ready = start_engines(config, pool, supervisor, on_gpu)
             if on_gpu and config.train.colocate_all:
                 _start_alone(config, pool, engines_ready, supervisor)
             launcher = ModelLauncher(config, places, supervisor, on_gpu=on_gpu)

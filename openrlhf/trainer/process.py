@@ -9,6 +9,8 @@ import transformers
 
 from openrlhf.backends.distributed import quiet_deepspeed
 
+_CONTROLLER_THREADS = 4
+
 
 def rank_from_environment() -> int:
     """Returns: this process's rank before the group stands; 0 without a launcher."""
@@ -25,6 +27,11 @@ def prepare_process(device: str, *, bars: bool) -> None:
     quiet_deepspeed(device)
     if not bars:
         transformers.utils.logging.disable_progress_bar()
+
+
+def few_threads() -> None:
+    """Leaves the cores to others: what a controller computes is small, and its threads would wait for one another."""
+    torch.set_num_threads(min(_CONTROLLER_THREADS, torch.get_num_threads()))
 
 
 def make_deterministic() -> None:

@@ -5,6 +5,7 @@ A fresh process, because DeepSpeed settles on an accelerator once, and a test th
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -33,7 +34,7 @@ def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> An
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     # No daemon: those may not start processes of their own, and an engine does.
-    process = context.Process(target=_call, args=(theirs, function, args))
+    process = context.Process(target=_call, args=(theirs, function, args, None, seconds))
     process.start()
     theirs.close()
     try:
@@ -57,7 +58,7 @@ def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         places = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(context.Process(target=_call, args=(theirs, function, args, places)))
+        processes.append(context.Process(target=_call, args=(theirs, function, args, places, seconds)))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -76,7 +77,11 @@ def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float
             process.join(10)
 
 
-def _call(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], places: dict[str, str] | None = None) -> None:
+def _call(
+    pipe: Any, function: Callable[..., Any], args: tuple[Any, ...], places: dict[str, str] | None, seconds: float
+) -> None:
+    # Where it hangs shows in the test's output.
+    faulthandler.dump_traceback_later(0.8 * seconds)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(places or {})

@@ -192,6 +192,15 @@ def assert_rl_trained(inputs: Path, out: Path) -> None:
 
 
 @needs_engine
+def test_rl_trains_with_two_engines_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path) -> None:
+    two = {"vllm.num_engines": 2, "vllm.gpu_memory_utilization": 0.2}
+    switches = ["--data.apply_chat_template", "--algo.kl.use_loss", "--vllm.enforce_eager", "--train.colocate_all"]
+    said = run("train_ppo_ray", rl_flags(inputs, tmp_path) | two, *switches, "--vllm.enable_sleep")
+    assert "becomes ipc" in said
+    assert_rl_trained(inputs, tmp_path / "out")
+
+
+@needs_engine
 @pytest.mark.parametrize("sleeps", [True, False], ids=["in turns", "side by side"])
 def test_rl_trains_with_engine_actor_and_reference_on_one_gpu(inputs: Path, tmp_path: Path, sleeps: bool) -> None:
     switches = ["--data.apply_chat_template", "--train.colocate_all", "--algo.kl.use_loss", "--vllm.enforce_eager"]

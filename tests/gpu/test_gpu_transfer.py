@@ -56,10 +56,10 @@ class _Room:
         return started
 
     def change(self) -> None:
-        torch.manual_seed(3)
+        """Makes another model of the same weights in another order: larger ones would be rounded more coarsely."""
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+                parameter.copy_(parameter.view(-1)[torch.randperm(parameter.numel())].view_as(parameter))
 
     def send(self, spoil: str | None = None) -> None:
         """Sends all weights; a byte of the tensor ``spoil`` changes after its checksum was taken."""

@@ -73,6 +73,15 @@ def test_engines_of_several_gpus_stand_on_those_of_the_actor(places_of: Placing,
     assert [len(own) for own in engines] == [2, 2] and not engines[0] & engines[1]
 
 
+def test_several_engines_share_each_gpu_of_the_actor(places_of: Placing, four_gpus: set[str]) -> None:
+    places = places_of("--train.colocate_all", "--actor.num_gpus_per_node", "4", "--vllm.num_engines", "8")
+    together = visible([*places["actor"], *places["engine"]])
+    actors, engines = together[:4], together[4:]
+    assert set.union(*actors) == four_gpus and all(len(own) == 1 for own in actors)
+    # The first four stand on different GPUs, and so do the last four.
+    assert engines[:4] == engines[4:] == actors
+
+
 def test_engines_of_several_gpus_have_them_for_themselves_apart_from_the_actor(places_of: Placing) -> None:
     places = places_of("--actor.num_gpus_per_node", "2", "--vllm.num_engines", "1", "--vllm.tensor_parallel_size", "2")
     actors, (engine,) = visible(places["actor"]), visible(places["engine"])

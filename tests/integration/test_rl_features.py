@@ -121,6 +121,7 @@ def test_a_multi_turn_agent_is_filtered_group_by_group_and_trained_turn_by_turn(
     flags = [
         *("--train.agent_func_path", str(tmp_path / "agent.py"), "--algo.dynamic_filtering_enable"),
         *("--algo.dynamic_filtering_range", "-0.5", "1.5", "--algo.kl.init_coef", "0", "--vllm.num_engines", "2"),
+        "--train.colocate_all",
         *("--rollout.save_samples", "99", "--actor.policy_loss_type", "gspo", "--eval.steps", "1"),
         *("--eval.dataset", str(tmp_path / "prompts.jsonl"), "--eval.n_samples_per_prompt", "3"),
         *("--rollout.max_new_tokens", "8", "--algo.advantage.is_correction_enable"),

@@ -267,6 +267,28 @@ def test_cached_prefixes_of_older_weights_are_forgotten(room: Room, monkeypatch:
     assert room.gap(room.sample([LONG_PROMPT])[0]) > FAR
 
 
+def test_a_cache_is_searched_for_older_weights_only_where_something_was_sampled_with_them(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    reset = room.engine._engine.reset_prefix_cache
+
+    async def counted() -> bool:
+        asked.append("reset")
+        return await reset()
+
+    monkeypatch.setattr(room.engine._engine, "reset_prefix_cache", counted)
+    room.sample([LONG_PROMPT])
+    for found in (1, 1):
+        room.change()
+        room.send(room.whole())
+        assert len(asked) == found
+    assert room.gap(room.sample([LONG_PROMPT])[0]) < EXACT
+    room.change()
+    room.send(room.whole())
+    assert len(asked) == 2 and room.gap(room.sample([LONG_PROMPT])[0]) < EXACT
+
+
 def test_a_seed_makes_a_sample_repeatable_whatever_stands_beside_it(room: Room) -> None:
     others = [[20 + n, 30 + n, 40] * (n + 1) for n in range(10)]
     (alone,) = room.sample(seeds=[7], temperature=1.0, tokens=32)

@@ -109,8 +109,13 @@ def test_colocated_groups_must_be_of_one_size():
 
 
 def test_colocated_engines_must_fill_the_actors_places():
-    message = refusal(rl, "--train.colocate_all", "--vllm.num_engines", "2")
-    assert "--vllm.num_engines 2 x --vllm.tensor_parallel_size 1" in message
+    four = ["--train.colocate_all", "--actor.num_gpus_per_node", "4", "--ref.num_gpus_per_node", "4"]
+    for engines, width in ((2, 1), (6, 1), (4, 2)):
+        more = ["--vllm.num_engines", str(engines), "--vllm.tensor_parallel_size", str(width)]
+        message = refusal(rl, *four, *more)
+        assert f"--vllm.num_engines {engines} x --vllm.tensor_parallel_size {width}" in message
+    assert rl(*four, "--vllm.num_engines", "4").engines_per_place == 1
+    assert rl(*four, "--vllm.num_engines", "12").engines_per_place == 3
     rl(
         "--train.colocate_all",
         "--vllm.num_engines",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from openrlhf.trainer.turns import DeviceTurns
+from openrlhf.trainer.workers import TrainWorker
 
 
 class Recorder:
@@ -31,7 +34,9 @@ def turns_of(*, engines: bool, training: bool) -> tuple[DeviceTurns, list[str]]:
         "trained": [Recorder("actor", log)],
         "others": [Recorder("ref", log)],
     }
-    turns = DeviceTurns(send=send, engines_sleep=engines, training_sleeps=training, engine_share=0.4, timeout=1.0, **parts)
+    turns = DeviceTurns(
+        send=send, engines_sleep=engines, training_sleeps=training, engine_share=0.4, timeout=1.0, **parts
+    )
     return turns, log
 
 
@@ -118,3 +123,16 @@ def test_weights_that_are_wanted_while_engines_sample_come_from_models_on_the_ca
     del log[:]
     turns.send(0)
     assert log.index("actor reload") < log.index("send 0")
+
+
+@pytest.mark.parametrize(("device", "free", "gives_back"), [("cuda", 39, True), ("cuda", 40, False), ("cpu", 0, False)])
+def test_a_worker_keeps_its_unused_memory_where_the_engines_have_enough(
+    device: str, free: int, gives_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("cache"))
+    worker = TrainWorker.__new__(TrainWorker)
+    worker._backend = SimpleNamespace(device=torch.device(device))
+    worker.release(0.4)
+    assert bool(given) == gives_back
