@@ -14,6 +14,9 @@ BUCKET = 500_000_000
 # Gathering small parameters (norms, biases) one by one costs more than they weigh.
 KEEP_WHOLE = 10_000
 
+# DeepSpeed's own clock would wait for the device at every forward, which then runs dry while the host queues the next.
+_NO_CLOCK = {"throughput": {"enabled": False}}
+
 
 def effective_stage(zero_stage: int, param_dtype: str) -> int:
     """Stage 0 in half precision runs as stage 1: same result for one rank, less memory for more, and DeepSpeed's own
@@ -51,7 +54,9 @@ def _precision_section(ds: Any, device: torch.device) -> dict[str, Any]:
     if ds.param_dtype == "fp16" and device.type == "cpu":
         raise ConfigError("--ds.param_dtype fp16 does not train on the CPU; take bf16 or fp32")
     if ds.param_dtype == "bf16":
-        return {"bf16": {"enabled": True}}
+        # Stage 1 then adds a gradient to its float32 sum as soon as it is there, and keeps no copy in half precision;
+        # the other stages do so anyway.
+        return {"bf16": {"enabled": True, "immediate_grad_update": True}}
     if ds.param_dtype == "fp16":
         return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}}
     if ds.param_dtype == "fp32":
@@ -82,6 +87,7 @@ def training_config(ds: Any, max_norm: float, device: torch.device, *, keep_whol
         # fp32 without ZeRO has no optimizer of DeepSpeed's that would tell the norm: clipped by us.
         "gradient_clipping": float(max_norm) if stage else 0.0,
         "data_types": {"grad_accum_dtype": ds.grad_accum_dtype or "fp32"},
+        "timers": _NO_CLOCK,
         **_precision_section(ds, device),
     }
 
@@ -95,5 +101,6 @@ def inference_config(ds: Any, device: torch.device, *, keep_whole: int = KEEP_WH
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": _zero_section(ds, 3, device, training=False, keep_whole=keep_whole),
+        "timers": _NO_CLOCK,
         **precision,
     }

@@ -167,7 +167,9 @@ class TrainWorker:
         if self._offload:
             self._backend.reload()
         with torch.no_grad():
-            answers = [ask(batch.to(self._backend.device)).float().cpu() for batch in micro_batches]
+            asked = [ask(batch.to(self._backend.device)).float() for batch in micro_batches]
+            # Read at the end: the device has the next forward before it is done with this one.
+            answers = [answer.cpu() for answer in asked]
         if self._offload:
             self._backend.offload()
         return answers

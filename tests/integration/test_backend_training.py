@@ -191,6 +191,29 @@ def test_a_step_without_any_gradient_is_told_once_and_judges_no_weight() -> None
     assert said[2].startswith("2 of 2 trainable weights have not moved")
 
 
+def _waits_for_the_device(folder: Path) -> list[int]:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    seen: list[str] = []
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "synchronize", lambda *args: seen.append("wait"))
+        for stage in (1, 2, 3):
+            backend = worker.make_backend(folder, stage, dtype="bf16", total_steps=4)
+            # DeepSpeed's clock runs from the third step on.
+            worker.train_with_backend(backend, range(3))
+            seen.clear()
+            for batch in worker.micro_batches(3)[:2]:
+                backend.backward(worker.token_loss(backend.forward(batch).logprobs, batch, 1))
+            counts.append(len(seen))
+    return counts
+
+
+def test_a_micro_batch_is_queued_before_the_device_is_done_with_the_one_before(models: dict[str, Path]) -> None:
+    assert worker.run_ranks(_waits_for_the_device, 1, models["tied"]) == [[0, 0, 0]]
+
+
 def _disagree(folder: Path) -> list[bool]:
     from openrlhf.models import probe
 
