@@ -12,7 +12,7 @@ OUTPUT ?= outputs/quickstart
 # Test files that run at one time; each may take 6 GB and has processes of its own.
 JOBS ?= 2
 # Tests that need one GPU run side by side, one on each.
-CARDS ?= $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+CARDS ?= $(shell $(PYTHON) -c 'import torch; print(torch.cuda.device_count())')
 
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)

@@ -296,6 +296,9 @@ def check_batch_invariance(config: TrainingConfig) -> None:
         )
 
 
+# Of a card that several engines share: the last one to start finds the others there, with what stands beside a share.
+MOST_OF_A_GPU = 0.9
+
 # Of a card that an engine shares with models that train, without sleep.
 MOST_OF_A_SHARED_GPU = 0.8
 
@@ -306,11 +309,11 @@ def check_shared_memory(config: TrainingConfig) -> None:
         return
     engines = config.engines_per_place
     share = engines * config.vllm.gpu_memory_utilization
-    if engines > 1 and share > 1:
+    if engines > 1 and share > MOST_OF_A_GPU:
         raise ConfigError(
             f"--vllm.gpu_memory_utilization {config.vllm.gpu_memory_utilization:g} is what each engine takes, and "
-            f"--vllm.num_engines {config.vllm.num_engines} puts {engines} on every GPU; lower it below "
-            f"{1 / engines:.2g}."
+            f"--vllm.num_engines {config.vllm.num_engines} puts {engines} on every GPU; lower it to "
+            f"{MOST_OF_A_GPU / engines:.2g} or less."
         )
     if share > MOST_OF_A_SHARED_GPU and not config.vllm.enable_sleep:
         raise ConfigError(

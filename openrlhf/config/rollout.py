@@ -49,7 +49,7 @@ class VllmConfig:
     """The rollout engines."""
 
     num_engines: int = 1
-    """Number of engines."""
+    """Number of engines; with --train.colocate_all the actor's GPUs, or a multiple of them: each then has several."""
     tensor_parallel_size: int = 1
     """GPUs of one engine."""
     sync_backend: str = "nccl"

@@ -47,7 +47,8 @@ def batched_tokens(spec: EngineSpec) -> int:
         # A prompt goes through in one piece.
         return max(_BATCHED_TOKENS, spec.max_model_len)
     # vLLM tries this many at the start, and some models have no more places than the context.
-    return min(_BATCHED_TOKENS, spec.max_num_seqs * spec.max_model_len)
+    sequences = spec.extra.get("max_num_seqs", spec.max_num_seqs)
+    return min(_BATCHED_TOKENS, sequences * spec.max_model_len)
 
 
 def cpu_cache_bytes(model: str, tokens: int, param_dtype: str, trust_remote_code: bool) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from openrlhf.rollout.integrity import checksum, packed_checksums
 from openrlhf.rollout.packing import Layout, pack, unpack
-from openrlhf.rollout.transfer import BUCKET_BYTES, GPU_BUCKET_BYTES, Exchange, write_bucket
+from openrlhf.rollout.transfer import BUCKET_BYTES, SHARED_BUCKET_BYTES, Exchange, write_bucket
 
 _SENDER_RANK = 0
 # Seconds between two looks at engines that a broadcast waits for.
@@ -102,7 +102,7 @@ class IpcSender:
     """The memory of the card that a rank shares with an engine's worker, opened there through CUDA IPC."""
 
     every_rank = True
-    bucket_bytes = GPU_BUCKET_BYTES
+    bucket_bytes = SHARED_BUCKET_BYTES
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -190,9 +190,10 @@ class BroadcastSender:
     """Over NCCL from card to card, or over gloo through the hosts' memory."""
 
     every_rank = False
+    # Receivers take as much memory beside the share of their engine.
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(self, group: WeightGroup) -> None:
-        self.bucket_bytes = GPU_BUCKET_BYTES if group.device.type == "cuda" else BUCKET_BYTES
         self._group = group
         self._buffer: torch.Tensor | None = None
 

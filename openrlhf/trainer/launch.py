@@ -103,8 +103,8 @@ def engines_sleep(config: PPOConfig, *, on_gpu: bool) -> bool:
 
 def engine_share(config: PPOConfig) -> float:
     """Returns: of a card's memory, what its engines take at most."""
-    # A cache of so many bytes is taken whatever the share of the engine is.
-    if config.vllm.extra.get("kv_cache_memory_bytes"):
+    # A cache of so many bytes or blocks is taken whatever the share of the engine is.
+    if config.vllm.extra.keys() & {"kv_cache_memory_bytes", "num_gpu_blocks_override"}:
         return 1.0
     return config.engines_per_place * config.vllm.gpu_memory_utilization
 

@@ -29,7 +29,7 @@ class DeviceTurns:
         others: Sequence[WorkerGroup],
         engines_sleep: bool,
         training_sleeps: bool,
-        engine_share: float = 1.0,
+        engine_share: float,
         timeout: float,
     ) -> None:
         """
@@ -39,7 +39,7 @@ class DeviceTurns:
             others: all other groups.
             engines_sleep: engines free their memory while models work; they are asleep now.
             training_sleeps: weights and optimizers of ``trained`` leave the card while engines sample.
-            engine_share: of a card's memory, what an engine takes at most.
+            engine_share: of a card's memory, what its engines take together at most.
             timeout: seconds that one change of a part may take.
         """
         self._pool, self._send = pool, send

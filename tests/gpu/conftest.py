@@ -14,5 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     count = torch.cuda.device_count()
     if worker.startswith("gw") and count:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-        cards = seen.split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker[2:]) % len(cards)]
+        cards, number = seen.split(","), int(worker[2:])
+        if number >= len(cards):
+            raise pytest.UsageError(f"pytest -n asks for more workers than the {len(cards)} GPUs that are visible")
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[number]

@@ -214,6 +214,19 @@ def test_a_micro_batch_is_queued_before_the_device_is_done_with_the_one_before(m
     assert worker.run_ranks(_waits_for_the_device, 1, models["tied"]) == [[0, 0, 0]]
 
 
+def _gradients_kept(folder: Path) -> tuple[int, float]:
+    backend = worker.make_backend(folder, 1, dtype="bf16")
+    batch = worker.micro_batches(0)[0]
+    backend.backward(worker.token_loss(backend.forward(batch).logprobs, batch, 1))
+    kept = sum(parameter.grad is not None for parameter in backend.module.parameters())
+    return kept, sum(float(sums.abs().sum()) for sums in backend._engine.optimizer.fp32_groups_gradients_flat)
+
+
+def test_stage_1_keeps_no_gradients_beside_their_sums_in_float32(models: dict[str, Path]) -> None:
+    ((kept, summed),) = worker.run_ranks(_gradients_kept, 1, models["tied"])
+    assert kept == 0 and summed > 0
+
+
 def _disagree(folder: Path) -> list[bool]:
     from openrlhf.models import probe
 

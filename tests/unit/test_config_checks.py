@@ -116,15 +116,8 @@ def test_colocated_engines_must_fill_the_actors_places():
         assert f"--vllm.num_engines {engines} x --vllm.tensor_parallel_size {width}" in message
     assert rl(*four, "--vllm.num_engines", "4").engines_per_place == 1
     assert rl(*four, "--vllm.num_engines", "12").engines_per_place == 3
-    rl(
-        "--train.colocate_all",
-        "--vllm.num_engines",
-        "2",
-        "--actor.num_gpus_per_node",
-        "2",
-        "--ref.num_gpus_per_node",
-        "2",
-    )
+    wide = ("--vllm.num_engines", "2", "--vllm.tensor_parallel_size", "2")
+    assert rl(*four, *wide).engines_per_place == 1
 
 
 def test_no_kl_means_no_reference_model_and_no_rule_for_its_place():

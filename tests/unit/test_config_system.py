@@ -286,8 +286,8 @@ def test_an_engine_that_leaves_its_gpu_mates_no_memory_is_refused(monkeypatch):
 def test_engines_that_share_a_gpu_share_its_memory(monkeypatch):
     install(monkeypatch, vllm="0.25.1")
     three = ("--train.colocate_all", "--vllm.num_engines", "3", "--vllm.gpu_memory_utilization")
-    with pytest.raises(ConfigError, match=r"--vllm.num_engines 3 puts 3 on every GPU; lower it below 0.33"):
-        check_device(built("train_ppo_ray", RL, *three, "0.5", "--vllm.enable_sleep"), "cuda")
+    with pytest.raises(ConfigError, match=r"--vllm.num_engines 3 puts 3 on every GPU; lower it to 0.3 or less"):
+        check_device(built("train_ppo_ray", RL, *three, "0.32", "--vllm.enable_sleep"), "cuda")
     with pytest.raises(ConfigError, match=r"utilization 0.3, of each of 3 engines, leaves too little .* to 0.2667 or"):
         check_device(built("train_ppo_ray", RL, *three, "0.3"), "cuda")
     check_device(built("train_ppo_ray", RL, *three, "0.3", "--vllm.enable_sleep"), "cuda")

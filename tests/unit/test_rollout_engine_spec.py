@@ -16,6 +16,8 @@ from openrlhf.rollout.engine_spec import EngineSpec, batched_tokens
         ({"max_model_len": 32_768}, 8192),
         # A context of 64 has places for 64 tokens of each sequence.
         ({"max_model_len": 64, "max_num_seqs": 4}, 256),
+        ({"max_model_len": 96, "max_num_seqs": 8, "extra": {"max_num_seqs": 1024}}, 8192),
+        ({"max_model_len": 64, "extra": {"max_num_seqs": 1}}, 64),
         ({"max_model_len": 32_768, "extra": {"enable_chunked_prefill": False}}, 32_768),
         ({"max_model_len": 1024, "kv_cache_bytes": 1}, 8192),
         ({"max_model_len": 32_768, "kv_cache_bytes": 1}, 32_768),

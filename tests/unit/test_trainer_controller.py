@@ -46,7 +46,7 @@ def failed(group: int) -> Trajectory:
 
 def nobody_sleeps() -> DeviceTurns:
     parts: Any = {"pool": None, "send": None, "trained": [], "others": []}
-    return DeviceTurns(**parts, engines_sleep=False, training_sleeps=False, timeout=1.0)
+    return DeviceTurns(**parts, engines_sleep=False, training_sleeps=False, engine_share=1.0, timeout=1.0)
 
 
 def controller_of(

@@ -61,10 +61,10 @@ def test_engines_of_one_gpu_start_one_after_the_other(flags: Any, on_gpu: bool, 
     assert list(ready.items()) == list(zip(pool.names, range(len(engines)), strict=True))
 
 
-def test_an_engines_share_of_a_card_is_all_of_it_where_its_cache_is_given_in_bytes() -> None:
+def test_an_engines_share_of_a_card_is_all_of_it_where_its_cache_is_given_outright() -> None:
     half = (*TWO_CARDS, "--vllm.num_engines", "2", "--vllm.gpu_memory_utilization", "0.5")
     assert engine_share(built("train_ppo_ray", RL, *half)) == 0.5
     both = (*TWO_CARDS, "--vllm.num_engines", "4", "--vllm.gpu_memory_utilization", "0.2")
     assert engine_share(built("train_ppo_ray", RL, *both)) == pytest.approx(0.4)
-    given = ("--vllm.extra", '{"kv_cache_memory_bytes": 1000000}')
-    assert engine_share(built("train_ppo_ray", RL, *half, *given)) == 1
+    for given in ('{"kv_cache_memory_bytes": 1000000}', '{"num_gpu_blocks_override": 100}'):
+        assert engine_share(built("train_ppo_ray", RL, *half, "--vllm.extra", given)) == 1
