@@ -100,6 +100,7 @@ def test_a_bucket_goes_through_shared_memory_and_leaves_nothing() -> None:
 
 def receive(place: Rendezvous, rank: int, offers: Any, answers: Any) -> None:
     inbox = Inbox(torch.device("cpu"))
+    answers.put(f"worker {rank} is there")
     inbox.join(place, rank)
     while (payload := offers.get()) is not None:
         tensors, sums = inbox.take(payload)
@@ -116,6 +117,8 @@ def test_one_sender_reaches_the_workers_of_several_engines_over_gloo() -> None:
     ]
     for worker in workers:
         worker.start()
+    # What they import may take longer on a busy machine than the meeting is given.
+    assert sorted(answers.get(timeout=200) for _ in workers) == ["worker 1 is there", "worker 2 is there"]
     sender = BroadcastSender(WeightGroup(place, 0, torch.device("cpu")))
     for seed in range(3):
         tensors = {"w": random_tensor((7, 3), torch.bfloat16, seed), "b": random_tensor((5,), torch.float32, seed)}
