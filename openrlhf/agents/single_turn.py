@@ -6,8 +6,6 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, TemplatedText
 from openrlhf.agents.reward import RewardFailure, RewardSource
 from openrlhf.data.templates import encode
@@ -129,9 +127,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         found: dict[str, Any] = {"reward": None, "scores": None, "failure": None, "extra_logs": {}}
         if self._reward_source is None:
             return found
-        # Of a list the tokenizer looks at the type of each id, for as long as the decoding itself takes.
-        ids = np.array(tokens)
-        query = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        query = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         outcome = await self._reward_source.score(query, prompt, label)
         if isinstance(outcome, RewardFailure):
             return found | {"failure": outcome.reason}

@@ -20,8 +20,11 @@ _LONGEST_PATH, _SOCKET_NAME = 107, 36
 _FOLDER_NAME = len(ENGINE_PREFIX) + 8
 _ERRORS, _LOGGING = "errors.log", "logging.json"
 _RAISED = re.compile(r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception|Exit))(?:: (.+))?$", re.MULTILINE)
-# What vLLM raises over an error of another process, and says elsewhere.
-_HANDED_ON = re.compile(r"initialization failed|Worker failed with error '(?P<cause>.*?)', please check the stack")
+# What vLLM raises over an error of another process, which that one says elsewhere, or over its end, which nobody does.
+_HANDED_ON = re.compile(
+    r"initialization failed|Worker failed with error '(?P<cause>.*?)', please check the stack"
+    r"|^cancelled$|^EngineCore encountered an issue"
+)
 
 
 class EngineFiles:

@@ -88,14 +88,20 @@ def data_cells(flag: str, spec: str, rows: Rows) -> Cells:
 
 
 def add_memory(
-    plan: Plan, memory: dict[str, dict[str, float]], groups: list[tuple[tuple[str, ...], int]], device: str
+    plan: Plan,
+    memory: dict[str, dict[str, float]],
+    groups: list[tuple[tuple[str, ...], int]],
+    device: str,
+    *,
+    unit: str = "worker",
 ) -> None:
     """Adds estimated bytes by part, and warns where they are more than there are.
 
     Args:
         groups: roles that share places, and how many places.
+        unit: what the bytes are of on a CPU.
     """
-    where = "GPU" if device == "cuda" else "worker"
+    where = "GPU" if device == "cuda" else unit
     plan.add(f"memory of one {where}, estimated", memory_rows(memory))
     each = {roles: sum(sum(memory[role].values()) for role in roles) for roles, _ in groups}
     if device == "cuda" and torch.cuda.is_available():

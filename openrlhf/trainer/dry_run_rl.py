@@ -170,7 +170,11 @@ def add_placement(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts], p
     width = {"engine": config.vllm.tensor_parallel_size}
     groups = [(roles, places_of(config, roles, width)) for roles in colocated_roles(config)]
     unit = "GPUs" if device == "cuda" else "CPU places"
-    cells: Cells = [(" + ".join(roles), f"{count} {unit}") for roles, count in groups]
+    each = config.engines_per_place
+    titles = {"engine": f"{each} engines on each"} if each > 1 else {}
+    cells: Cells = [
+        (" + ".join(titles.get(role, role) for role in roles), f"{count} {unit}") for roles, count in groups
+    ]
     needed = sum(count for _, count in groups)
     there = gpus if device == "cuda" else cpus
     if config.reference_below_adapters:
@@ -185,7 +189,7 @@ def add_placement(plan: Plan, config: PPOConfig, facts: dict[str, ModelFacts], p
             f"the run needs {needed} {unit}, and {source} has {there}; lower {flags} or --vllm.num_engines, or share "
             "places with --train.colocate_all."
         )
-    add_memory(plan, rl_memory(config, facts, device, prompts), groups, device)
+    add_memory(plan, rl_memory(config, facts, device, prompts), groups, device, unit="place")
 
 
 def rl_memory(
@@ -196,7 +200,7 @@ def rl_memory(
     Args:
         facts: by role; the reference model and the engine are the actor's.
 
-    Returns: role -> part -> bytes of one worker.
+    Returns: role -> part -> bytes of one worker; of the engines of one place together.
     """
     ds, trained, scored = config.ds, *_forward_tokens(config)
     # The critic recomputes activations where the actor does.

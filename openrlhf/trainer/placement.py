@@ -34,12 +34,14 @@ def worker_env(user_env: Mapping[str, str], defaults: Mapping[str, str] = WORKER
     return {name: user_env.get(name, value) for name, value in defaults.items()}
 
 
-def _cpu_env() -> dict[str, str]:
+def _cpu_env(sharing: int) -> dict[str, str]:
+    """Of a worker that computes at the same time as others do, ``sharing`` of them with itself."""
     # vLLM binds each engine's threads to cores of its own, and trainers could not use those in their turn.
     return {
         "DS_ACCELERATOR": "cpu",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        # Threads that have no core keep all others of their forward waiting.
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // sharing)),
     }
 
 
@@ -54,6 +56,7 @@ class Place:
         on_gpu: whether the bundle has a GPU.
         cards: GPUs of its node that the worker is told to take, where it spans several bundles; Ray counts none of
             them then.
+        sharing: workers that compute on the cores of a CPU at the same time, this one among them.
     """
 
     group: PlacementGroup
@@ -61,10 +64,11 @@ class Place:
     share: float
     on_gpu: bool
     cards: tuple[str, ...] = ()
+    sharing: int = 1
 
     def options(self) -> dict[str, Any]:
         """Returns: the options of the worker's actor."""
-        env = worker_env(os.environ) if self.on_gpu else worker_env(os.environ, WORKER_ENV | _cpu_env())
+        env = worker_env(os.environ) if self.on_gpu else worker_env(os.environ, WORKER_ENV | _cpu_env(self.sharing))
         if self.cards:
             # Ray hides all GPUs from a worker that it counts none for, unless it is told not to.
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(self.cards), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -141,7 +145,10 @@ def place_roles(config: PPOConfig, *, on_gpu: bool) -> dict[str, list[Place]]:
         share = 1.0 / (len(roles) + ("engine" in roles) * (config.engines_per_place - 1))
         for role in roles:
             if widths[role] == 1:
-                places[role] = [Place(group, index % count, share, on_gpu) for index in range(sizes[role])]
+                sharing = sizes[role] if role == "engine" else 1
+                places[role] = [
+                    Place(group, index % count, share, on_gpu, sharing=sharing) for index in range(sizes[role])
+                ]
             else:
                 places[role] = _wide_places(group, sizes[role], widths[role], share)
     return places

@@ -19,8 +19,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 WEIGHTS_PREFIX, ENGINE_PREFIX = "openrlhf-weights-", "openrlhf-engine-"
 _LOCK, _SEGMENTS = "owner.lock", "shared-memory.json"
-# What Python names its shared memory and semaphores, in the map of a process's memory.
-_SEGMENT = re.compile(r" (\d+) +/dev/shm/((?:psm_|sem\.mp-)[^\s/]+)$", re.MULTILINE)
+# Shared memory in the map of a process's memory. A semaphore stands there by the name that it had while it was made.
+_MAPPED = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.)[^\s/]+(?: \(deleted\))?$", re.MULTILINE)
+# What Python names them in the end.
+_NAMES = ("psm_*", "sem.mp-*")
 
 
 class PrivateFolder:
@@ -45,17 +47,26 @@ class PrivateFolder:
 
         Python's names for them do not tell whose they are, and a killed process leaves them behind.
         """
-        segments: dict[str, int] = {}
-        for process in processes:
-            with contextlib.suppress(OSError):
-                found = _SEGMENT.findall(Path(f"/proc/{process}/maps").read_text())
-                segments |= {name: int(inode) for inode, name in found}
-        (self.path / _SEGMENTS).write_text(json.dumps(segments))
+        (self.path / _SEGMENTS).write_text(json.dumps(mapped_shared_memory(processes)))
 
     def close(self) -> None:
         """Removes it."""
         _remove(self.path)
         self._lock.close()
+
+
+def mapped_shared_memory(processes: Iterable[int]) -> dict[str, int]:
+    """Returns: names of the shared memory and semaphores that ``processes`` have mapped, with their inodes."""
+    inodes: set[int] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            inodes |= {int(inode) for inode in _MAPPED.findall(Path(f"/proc/{process}/maps").read_text())}
+    found = {}
+    for path in (path for pattern in _NAMES for path in SHARED_MEMORY.glob(pattern)):
+        with contextlib.suppress(OSError):
+            if (inode := path.stat().st_ino) in inodes:
+                found[path.name] = inode
+    return found
 
 
 def sweep(prefix: str, roots: Iterable[Path]) -> bool:

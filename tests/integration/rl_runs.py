@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from openrlhf.tracking.jsonl import read_jsonl
+from openrlhf.utils.private_folders import SHARED_MEMORY, mapped_shared_memory
 
 START_SECONDS, END_SECONDS = 240, 60
 
-SHARED_MEMORY = Path("/dev/shm")
 
 REWARD = """
 def reward_func(queries, prompts, labels):
@@ -89,8 +89,9 @@ class Run:
 
     def shared_memory(self) -> list[Path]:
         """Returns: all that the processes of the run have mapped of the shared memory, and that has a name there."""
-        mapped = set()
-        for process in self.family():
+        family = self.family()
+        mapped = {SHARED_MEMORY / name for name in mapped_shared_memory(process.pid for process in family)}
+        for process in family:
             # Some live for a moment only.
             with suppress(psutil.Error):
                 mapped |= {Path(entry.path) for entry in process.memory_maps(grouped=True)}

@@ -40,9 +40,9 @@ def places_of() -> Iterator[Placing]:
     """Reserves places for flags; nothing stays reserved."""
     before = set(ray.util.placement_group_table())
 
-    def place(*flags: str) -> dict[str, list[Place]]:
+    def place(*flags: str, on_gpu: bool = True) -> dict[str, list[Place]]:
         flags = ("--algo.kl.init_coef", "0", "--algo.advantage.estimator", "rloo", *flags)
-        return place_roles(built("train_ppo_ray", {}, *flags), on_gpu=True)
+        return place_roles(built("train_ppo_ray", {}, *flags), on_gpu=on_gpu)
 
     yield place
     for name in set(ray.util.placement_group_table()) - before:
@@ -80,6 +80,19 @@ def test_several_engines_share_each_gpu_of_the_actor(places_of: Placing, four_gp
     assert set.union(*actors) == four_gpus and all(len(own) == 1 for own in actors)
     # The first four stand on different GPUs, and so do the last four.
     assert engines[:4] == engines[4:] == actors
+
+
+def test_engines_on_a_cpu_share_its_cores_and_models_have_all(
+    places_of: Placing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for engines, threads in ((1, "8"), (3, "2"), (16, "1")):
+        shared = ("--train.colocate_all", "--actor.num_gpus_per_node", "1", "--vllm.num_engines", str(engines))
+        places = places_of(*shared, on_gpu=False)
+        taken = [place.options()["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] for place in places["engine"]]
+        assert taken == [threads] * engines
+        assert places["actor"][0].options()["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "8"
 
 
 def test_engines_of_several_gpus_have_them_for_themselves_apart_from_the_actor(places_of: Placing) -> None:

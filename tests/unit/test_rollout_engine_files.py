@@ -41,6 +41,9 @@ RuntimeError: WorkerProc initialization failed due to an exception in a backgrou
         ("torch.OutOfMemoryError: CUDA out of memory", "OutOfMemoryError: CUDA out of memory"),
         ("  assert x\nAssertionError\n", "AssertionError"),
         ("RuntimeError: Engine core initialization failed. See root cause above.", None),
+        ("RuntimeError: cancelled", None),
+        ("EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.", None),
+        ("RuntimeError: cancelled\nValueError: the request was cancelled", "ValueError: the request was cancelled"),
         ("RuntimeError: Worker failed with error 'no kernel', please check the stack trace above", "no kernel"),
     ],
 )  # fmt: skip
@@ -126,14 +129,15 @@ def test_errors_of_the_engines_logger_are_the_cause(monkeypatch: pytest.MonkeyPa
 
 
 _KILLED = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from multiprocessing import shared_memory
 from pathlib import Path
 from openrlhf.utils.private_folders import ENGINE_PREFIX, PrivateFolder
 segment = shared_memory.SharedMemory(create=True, size=4096)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
 folder = PrivateFolder(ENGINE_PREFIX, Path(sys.argv[1]))
 folder.claim_shared_memory([os.getpid()])
-print(segment.name, flush=True)
+print(segment.name, f"sem.{semaphore._semlock.name.lstrip('/')}", flush=True)
 sys.stdin.readline()
 """
 
@@ -149,14 +153,15 @@ def test_shared_memory_that_a_killed_process_claimed_goes_with_its_folder_and_ot
         start_new_session=True,
     )
     try:
-        segment = SHARED_MEMORY / child.stdout.readline().strip()
+        made = [SHARED_MEMORY / name for name in child.stdout.readline().split()]
         assert sweep(ENGINE_PREFIX, [tmp_path])
-        assert segment.exists() and len(list(tmp_path.iterdir())) == 1, "its owner lives"
+        assert len(made) == 2 and all(path.exists() for path in made), "their owner lives"
+        assert len(list(tmp_path.iterdir())) == 1
         os.killpg(child.pid, 9)
         child.wait(30)
-        assert segment.exists(), "a killed process leaves it behind"
+        assert all(path.exists() for path in made), "a killed process leaves them behind"
         assert not sweep(ENGINE_PREFIX, [tmp_path])
-        assert not segment.exists() and list(tmp_path.iterdir()) == []
+        assert not any(path.exists() for path in made) and list(tmp_path.iterdir()) == []
         assert (SHARED_MEMORY / other.name).exists()
     finally:
         child.stdin.close()
