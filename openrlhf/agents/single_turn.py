@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from openrlhf.agents.base import AgentError, AgentExecutorBase, Engine, TemplatedText
@@ -12,6 +13,7 @@ from openrlhf.data.templates import encode
 
 # Other endings ("abort", "error") leave a response that the policy did not finish and that no budget cut.
 _USABLE_ENDINGS = ("stop", "length", "repetition")
+_PROMPTS_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,18 @@ async def sample(engine: Engine, prompt_tokens: list[int], sampling_params: Any)
     return Sampled(tokens, logprobs, output.finish_reason)
 
 
+def _encoded(tokenizer: Any, text: str, templated: bool) -> tuple[int, ...]:
+    return tuple(encode(tokenizer, text, templated=templated))
+
+
 class SingleTurnAgentExecutor(AgentExecutorBase):
     """Samples one response to each prompt and asks ``reward_source`` for its reward."""
 
     def __init__(self, reward_source: RewardSource | None) -> None:
         """Args: ``reward_source``: None leaves the reward to a reward model, which scores whole batches later."""
         self._reward_source = reward_source
+        # The samples of a group have one prompt, and all of a rollout wait for the encoding of theirs.
+        self._prompt_ids = lru_cache(maxsize=_PROMPTS_KEPT)(_encoded)
 
     async def execute(
         self,
@@ -101,12 +109,13 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         """
         if images is not None:
             raise AgentError("prompts with images cannot be sampled yet")
-        prompt_tokens = encode(hf_tokenizer, prompt, templated=isinstance(prompt, TemplatedText))
+        prompt_tokens = self._prompt_ids(hf_tokenizer, str(prompt), isinstance(prompt, TemplatedText))
         fit = fit_prompt(len(prompt_tokens), max_length, sampling_params.max_tokens)
         cut = len(prompt_tokens) - fit.kept
-        prompt_tokens = prompt_tokens[cut:]
-        sampling_params = copy.deepcopy(sampling_params)
-        sampling_params.max_tokens = fit.budget
+        prompt_tokens = list(prompt_tokens[cut:])
+        if sampling_params.max_tokens != fit.budget:
+            sampling_params = copy.deepcopy(sampling_params)
+            sampling_params.max_tokens = fit.budget
 
         sampled = await sample(llm_engine, prompt_tokens, sampling_params)
         tokens = prompt_tokens + sampled.tokens

@@ -161,6 +161,26 @@ def test_without_a_limit_the_budget_is_what_the_prompt_leaves() -> None:
     assert used.stop is not params.stop
 
 
+def test_a_prompt_is_encoded_once_for_the_samples_of_its_group_and_anew_where_it_holds_its_special_tokens() -> None:
+    tokenizer, asked = tokenizer_with_bos(), []
+
+    class Counted:
+        bos_token_id, eos_token_id, eos_token = tokenizer.bos_token_id, None, None
+        decode = staticmethod(tokenizer.decode)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            asked.append(text)
+            return tokenizer(text, **options)
+
+    engine, executor, counted = ScriptedEngine(*[completion([5, END_ID])] * 4), SingleTurnAgentExecutor(None), Counted()
+    for prompt in ("1 + 2 =", "1 + 2 =", TemplatedText("1 + 2 ="), "2 + 2 ="):
+        params = Params(max_tokens=8)
+        asyncio.run(executor.execute(prompt, None, params, 64, counted, engine))
+    assert asked == ["1 + 2 =", "1 + 2 =", "2 + 2 ="]
+    bare = tokenizer("1 + 2 =", add_special_tokens=False)["input_ids"]
+    assert [request[0] for request in engine.requests[:3]] == [[START_ID, *bare], [START_ID, *bare], bare]
+
+
 def test_images_are_refused() -> None:
     with pytest.raises(AgentError, match="images"):
         execute(ScriptedEngine(completion([5, END_ID])), images=["a.png"])
