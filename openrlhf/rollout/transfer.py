@@ -16,8 +16,8 @@ from openrlhf.utils.private_folders import SHARED_MEMORY, WEIGHTS_PREFIX, Privat
 BUCKET_BYTES = 256 * 2**20
 """Bytes that a bucket holds at most, a larger single tensor apart. Small enough for a container's shared memory."""
 
-SHARED_BUCKET_BYTES = 2**30
-"""The same for buckets that engines read where they lie, on the same card: each costs messages, whatever its size."""
+SHARED_BUCKET_BYTES = 512 * 2**20
+"""The same for buckets that engines read on the same card: each costs messages, whatever its size."""
 
 _MARGIN_BYTES = 64 * 2**20
 

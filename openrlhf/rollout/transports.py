@@ -243,7 +243,9 @@ class Inbox:
             own = gpu_uuid(self._device)
             if own not in payload["handles"]:
                 raise ValueError(f"no rank of the trainer stands on this worker's GPU {own}")
-            return _open(payload["handles"][own], self._device)
+            # A layer whose weights lie in two buckets keeps the first ones until it has all, while the sender may use
+            # their memory anew: it counts one reader of a handle, and several engines may stand on its card.
+            return _open(payload["handles"][own], self._device).clone()
         if self._group is None:
             raise ValueError("a broadcast was announced to a worker that has never met the sender")
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._group.device)
