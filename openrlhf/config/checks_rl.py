@@ -278,7 +278,7 @@ def check_colocation(config: PPOConfig) -> None:
 def _check_engines_fill(config: PPOConfig) -> None:
     vllm, actor = config.vllm, config.actor
     each, left = divmod(vllm.num_engines * vllm.tensor_parallel_size, actor.world_size)
-    if left or not each or (each > 1 and vllm.tensor_parallel_size > 1):
+    if left or (each > 1 and vllm.tensor_parallel_size > 1):
         raise ConfigError(
             f"--train.colocate_all puts engines and actor on the same GPUs, but --vllm.num_engines "
             f"{vllm.num_engines} x --vllm.tensor_parallel_size {vllm.tensor_parallel_size} is not "
