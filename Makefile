@@ -11,8 +11,8 @@ PYTEST := $(BIN)/python -m pytest
 OUTPUT ?= outputs/quickstart
 # Test files that run at one time; each may take 6 GB and has processes of its own.
 JOBS ?= 2
-# Tests that need one GPU run side by side, one on each.
-CARDS ?= $(shell $(PYTHON) -c 'import torch; print(torch.cuda.device_count())')
+# Tests on GPUs that run at one time: two on each card. Those that start an engine wait until they have theirs alone.
+GPU_JOBS ?= $(shell $(PYTHON) -c 'import torch; print(2 * torch.cuda.device_count())')
 
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)
@@ -63,8 +63,8 @@ test-fast: install
 
 # A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
 test-gpu:
-	$(PYTHON) -m pytest tests/gpu -m "gpu and not several_gpus" -n $(CARDS) --dist worksteal
-	$(PYTHON) -m pytest tests/gpu -m several_gpus
+	$(PYTHON) -m pytest tests/gpu -m "gpu and not several_gpus" -n $(GPU_JOBS) --deal-cards --dist worksteal
+	$(PYTHON) -m pytest tests/gpu -m several_gpus -n $(GPU_JOBS) --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

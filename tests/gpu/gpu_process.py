@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from openrlhf.config.checks_system import engine_devices
 from tests.integration.backend_worker import EPS, LR, STEPS, decay_groups, micro_batches, share_of_rank, token_loss
 from tests.ports import free_port
 
@@ -27,6 +28,12 @@ def needs_two_gpus(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that takes two cards; it runs apart from those that are dealt out to the cards."""
     missing = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
     return pytest.mark.several_gpus(missing(test))
+
+
+def needs_engine(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that starts an engine; it has the GPUs that it sees for itself."""
+    missing = pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
+    return pytest.mark.engine(missing(test))
 
 
 def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> Any:

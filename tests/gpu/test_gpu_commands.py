@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.config.checks_system import engine_devices
 from openrlhf.tracking.jsonl import read_jsonl
 from openrlhf.trainer.flops import peak_flops
-from tests.gpu.gpu_process import needs_two_gpus
+from tests.gpu.gpu_process import needs_engine, needs_two_gpus
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -143,9 +142,6 @@ def test_dpo_trains_on_one_gpu_beside_a_reference_or_after_it(
     assert losses[-1] < 0.5 and lines[-1]["accuracy/train"] == 1
     assert_trained(inputs / "model", tmp_path / "out")
     assert_measured(lines[-1], "memory/peak_gib")
-
-
-needs_engine = pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed")
 
 
 def rl_flags(inputs: Path, folder: Path) -> dict[str, object]:

@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.config.checks_system import engine_devices
-from tests.gpu.gpu_process import on_gpu
+from tests.gpu.gpu_process import needs_engine, on_gpu
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif("cuda" not in engine_devices(), reason="needs vLLM for GPUs, which is not installed"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 PROMPT = [5, 6, 7, 8]
 GIB = 2**30
@@ -132,6 +127,7 @@ def _sleep_and_transfer(folder: Path) -> dict[str, Any]:
     return seen
 
 
+@needs_engine
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 def test_an_engine_on_the_card_follows_the_trainer_and_frees_its_memory(tie: bool, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen2", hidden=256, tie=tie)
