@@ -69,6 +69,8 @@ class VllmEngine:
             arguments["enable_chunked_prefill"] = False
             arguments["distributed_executor_backend"] = CpuExecutor
         else:
+            # Left to itself vLLM sees Ray and asks it for whole GPUs, which the engine's place has been given already.
+            arguments["distributed_executor_backend"] = "mp" if spec.tensor_parallel_size > 1 else "uni"
             arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
             arguments["enable_sleep_mode"] = spec.enable_sleep
         os.environ[OWNER_VARIABLE] = str(os.getpid())

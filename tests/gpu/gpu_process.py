@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,18 @@ def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float
         theirs.close()
         pipes.append(ours)
     deadline = time.monotonic() + seconds
+    found: dict[int, Any] = {}
     try:
-        found = []
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(max(deadline - time.monotonic(), 0)), f"rank {rank} gave no result within {seconds:.0f} s"
-            ok, result = pipe.recv()
-            assert ok, f"rank {rank}: {result}"
-            found.append(result)
-        return found
+        while len(found) < ranks:
+            # Of whichever rank ends first: the others wait for one that failed.
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+            ready = connection.wait(waiting, max(deadline - time.monotonic(), 0))
+            assert ready, f"ranks {sorted(set(range(ranks)) - set(found))} gave no result within {seconds:.0f} s"
+            for pipe in ready:
+                rank = pipes.index(pipe)
+                ok, found[rank] = pipe.recv()
+                assert ok, f"rank {rank}: {found[rank]}"
+        return [found[rank] for rank in range(ranks)]
     finally:
         for process in processes:
             process.kill()
@@ -112,10 +117,11 @@ def train_backend(backend: Any, *, sleep: bool = False) -> dict[str, Any]:
     """
     losses, norms = [], []
     for step in range(STEPS):
-        batches = [batch.to(backend.device) for batch in micro_batches(step)]
+        batches = micro_batches(step)
         tokens = sum(int(batch.action_mask.sum()) for batch in batches)
         losses.append(0.0)
         for batch in share_of_rank(batches, backend.rank, backend.world_size):
+            batch = batch.to(backend.device)
             loss = token_loss(backend.forward(batch).logprobs, batch, tokens)
             backend.backward(loss)
             losses[-1] += loss.item()
