@@ -56,7 +56,10 @@ def send_weights(
                 again = sorted(manifest.keys() & offer.checksums.keys())
                 if again:
                     raise TransferError(f"the trainer offered {again[0]} twice in one update")
-                calls = _ask(engines, "load_bucket", offer.payload, offer.checksums)
+                calls = {
+                    name: engine.load_bucket.remote(offer.payload_for(name), offer.checksums)
+                    for name, engine in engines.items()
+                }
                 sender.deliver(_failures(calls, timeout))
                 _wait(calls, timeout)
                 manifest.update(offer.checksums)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,17 +31,23 @@ Look = Callable[[], None]
 
 @dataclass(frozen=True)
 class Offer:
-    """What an engine is told of a bucket.
+    """What engines are told of a bucket.
 
     Attributes:
         payload: plain values, which ``Inbox.take`` understands.
         checksums: per HF name.
         nbytes: of all its tensors.
+        own: what each engine alone is told, by its name.
     """
 
     payload: dict[str, Any]
     checksums: dict[str, int]
     nbytes: int
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def payload_for(self, engine: str) -> dict[str, Any]:
+        """Returns: all that an engine is told."""
+        return self.payload | self.own.get(engine, {})
 
 
 class Sender(Protocol):
@@ -104,17 +110,29 @@ class IpcSender:
     every_rank = True
     bucket_bytes = SHARED_BUCKET_BYTES
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Mapping[str, Sequence[str]]) -> None:
+        """
+        Args:
+            readers: names of the engines that have a worker on a card, by the card's name.
+        """
+        self._readers = readers
         self._buffer: torch.Tensor | None = None
 
     def put(self, tensors: dict[str, torch.Tensor]) -> Offer:
-        """Packs the bucket on this rank's card and gathers the handles of all ranks; collective."""
+        """Packs the bucket on this rank's card and gathers the handles of all ranks; collective.
+
+        A handle for each reader: the memory is free again when every handle has been opened and let go, once.
+        """
         layout, self._buffer = pack(tensors)
-        handles: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(handles, {gpu_uuid(): _share(self._buffer)})
+        card = gpu_uuid()
+        ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, {name: {card: _share(self._buffer)} for name in self._readers.get(card, ())})
+        own: dict[str, dict[str, Any]] = {}
+        for handles in ranks:
+            for name, handle in handles.items():
+                own.setdefault(name, {"handles": {}})["handles"] |= handle
         sums = packed_checksums(layout, self._buffer) if dist.get_rank() == 0 else {}
-        merged = {uuid: handle for own in handles for uuid, handle in own.items()}
-        return Offer({"layout": layout.as_dict(), "handles": merged}, sums, sum(layout.sizes()))
+        return Offer({"layout": layout.as_dict()}, sums, sum(layout.sizes()), own)
 
     def deliver(self, look: Look) -> None:
         """Workers copy from the card by themselves."""
@@ -243,8 +261,8 @@ class Inbox:
             own = gpu_uuid(self._device)
             if own not in payload["handles"]:
                 raise ValueError(f"no rank of the trainer stands on this worker's GPU {own}")
-            # A layer whose weights lie in two buckets keeps the first ones until it has all, while the sender may use
-            # their memory anew: it counts one reader of a handle, and several engines may stand on its card.
+            # A layer whose weights lie in two buckets keeps the first ones until it has all, and the sender would wait
+            # with their memory until then.
             return _open(payload["handles"][own], self._device).clone()
         if self._group is None:
             raise ValueError("a broadcast was announced to a worker that has never met the sender")

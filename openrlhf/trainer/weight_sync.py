@@ -90,22 +90,27 @@ class WeightSync:
             return None
         return f"--vllm.sync_backend {wanted} becomes {self.transport}, by where actor and engines stand"
 
-    def connect(self, workers: Mapping[str, int]) -> None:
+    def connect(self, workers: Mapping[str, Sequence[Site]]) -> None:
         """Has both ends meet.
 
         Args:
-            workers: number of each engine's workers, by its name.
+            workers: of each engine, by its name.
         """
         place, calls = None, {}
+        readers: dict[str, list[str]] = {}
+        for name, sites in workers.items():
+            for site in sites:
+                if site.gpu is not None:
+                    readers.setdefault(site.gpu, []).append(name)
         if self.transport in ("nccl", "gloo"):
             address, port = self._actor.call_first("address", timeout=self._timeout)
-            place = Rendezvous(address, port, self.transport, 1 + sum(workers.values()), self._timeout)
+            place = Rendezvous(address, port, self.transport, 1 + sum(map(len, workers.values())), self._timeout)
             rank = 1
             for name, engine in zip(self._pool.names, self._pool.engines, strict=True):
                 calls[name] = engine.join.remote(place, rank)
-                rank += workers[name]
+                rank += len(workers[name])
         for name, worker in zip(self._actor.names, self._actor.workers, strict=True):
-            calls[name] = worker.open_sender.remote(self.transport, place)
+            calls[name] = worker.open_sender.remote(self.transport, place, readers)
         # In one wait: an end that fails is named at once, while the other still waits for it.
         self._actor.supervisor.get_all(calls, what="the meeting of sender and engines", timeout=self._timeout)
 
@@ -139,5 +144,5 @@ def connect_engines(
     workers = {name: [Site(told["node"], gpu) for gpu in told["gpus"]] for name, told in engines.items()}
     transport = choose_transport(wanted, sender, workers)
     sync = WeightSync(actor, pool, dtype=dtype, timeout=timeout, transport=transport)
-    sync.connect({name: len(sites) for name, sites in workers.items()})
+    sync.connect(workers)
     return sync

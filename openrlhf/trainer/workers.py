@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,21 +187,23 @@ class TrainWorker:
         with self._meter.training():
             return update_critic(self._backend, share, spec)
 
-    def open_sender(self, transport: str, place: Rendezvous | None) -> None:
+    def open_sender(self, transport: str, place: Rendezvous | None, readers: Mapping[str, Sequence[str]]) -> None:
         """Prepares the way of the weights to the engines.
 
         Args:
             transport: "shm", "ipc", "nccl" or "gloo".
             place: where the first rank meets the engines' workers, for the last two.
+            readers: names of the engines that have a worker on a card, by the card's name.
         """
         self._transport = transport
+        self._readers = readers
         self._group = None
         if place is not None and self._rank == 0:
             self._group = WeightGroup(place, 0, self._backend.device)
 
     def _sender(self) -> Sender:
         if self._transport == "ipc":
-            return IpcSender()
+            return IpcSender(self._readers)
         return SharedMemorySender() if self._group is None else BroadcastSender(self._group)
 
     def send_weights(self, engines: dict[str, Any], dtype: torch.dtype, version: int, timeout: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ class _Room:
         from openrlhf.backends.weights import full_parameters
         from openrlhf.rollout.packing import Layout, unpack
         from openrlhf.rollout.transfer import buckets
-        from openrlhf.rollout.transports import IpcSender
+        from openrlhf.rollout.transports import IpcSender, gpu_uuid
 
         async def steps() -> None:
-            sender, manifest = IpcSender(), {}
+            sender, manifest = IpcSender({gpu_uuid(): ["engine"]}), {}
             await self.engine.begin_update()
             for tensors in buckets(full_parameters(self.model, sharded=False), torch.bfloat16, 200_000):
                 offer = sender.put(tensors)
@@ -72,7 +73,7 @@ class _Room:
                     held = unpack(Layout(**offer.payload["layout"]), sender._buffer)[spoil]
                     held.view(-1)[-1] += 1
                     torch.cuda.synchronize()
-                await self.engine.load_bucket(offer.payload, offer.checksums)
+                await self.engine.load_bucket(offer.payload_for("engine"), offer.checksums)
                 sender.release()
                 manifest |= offer.checksums
             await self.engine.end_update(manifest, 1)
@@ -125,6 +126,47 @@ def _sleep_and_transfer(folder: Path) -> dict[str, Any]:
     seen["tensors"] = len(list(room.model.parameters()))
     room.engine.shutdown()
     return seen
+
+
+def _read(payloads: Any, answers: Any) -> None:
+    from openrlhf.rollout.transports import Inbox
+
+    torch.cuda.init()
+    inbox = Inbox(torch.device("cuda", torch.cuda.current_device()))
+    while (payload := payloads.get()) is not None:
+        answers.put(inbox.take(payload)[1])
+
+
+def _send_to_readers(count: int) -> list[float]:
+    """Returns: MiB of the sender after each of some buckets of 64 MiB, which ``count`` processes on the card take."""
+    from openrlhf.backends.distributed import init_distributed
+    from openrlhf.rollout.transports import IpcSender, gpu_uuid
+
+    init_distributed("cuda")
+    context = multiprocessing.get_context("spawn")
+    answers, payloads = context.Queue(), [context.Queue() for _ in range(count)]
+    readers = [context.Process(target=_read, args=(queue, answers), daemon=True) for queue in payloads]
+    for reader in readers:
+        reader.start()
+    sender, held = IpcSender({gpu_uuid(): [f"engine {n}" for n in range(count)]}), []
+    for seed in range(4):
+        tensors = {"w": torch.full((2**24,), float(seed), device="cuda")}
+        offer = sender.put(tensors)
+        for n, queue in enumerate(payloads):
+            queue.put(offer.payload_for(f"engine {n}"))
+        assert [answers.get(timeout=100) for _ in readers] == [offer.checksums] * count
+        del tensors
+        sender.release()
+        held.append(torch.cuda.memory_allocated() / 2**20)
+    for queue, reader in zip(payloads, readers, strict=True):
+        queue.put(None)
+        reader.join(30)
+    return held
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_memory_that_all_engines_of_a_card_have_taken_is_free_again(count: int) -> None:
+    assert on_gpu(_send_to_readers, count) == pytest.approx([0] * 4, abs=1)
 
 
 @needs_engine

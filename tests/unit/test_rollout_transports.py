@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf.config import ConfigError
+from openrlhf.rollout import transports
 from openrlhf.rollout.integrity import _GPU_CHUNK, checksum, packed_checksums
 from openrlhf.rollout.packing import Layout, pack, unpack
 from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, SharedMemorySender, WeightGroup
@@ -96,6 +97,31 @@ def test_a_bucket_goes_through_shared_memory_and_leaves_nothing() -> None:
     assert sums == offer.checksums and offer.nbytes == 5 * 3 * 2 + 3 * 4
     with pytest.raises(FileNotFoundError):
         Inbox(torch.device("cpu")).take(offer.payload)
+
+
+def test_each_engine_gets_a_handle_of_its_own_on_each_of_its_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two: the handles of the other are gathered."""
+    shared: list[str] = []
+
+    def share(buffer: torch.Tensor) -> str:
+        shared.append(f"handle {len(shared)}")
+        return shared[-1]
+
+    def gather(ranks: list[Any], own: dict[str, Any]) -> None:
+        ranks[:] = [own, {"first": {"GPU-2": "of rank 1"}}]
+
+    monkeypatch.setattr(transports, "_share", share)
+    monkeypatch.setattr(transports, "gpu_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(transports.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(transports.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(transports.dist, "all_gather_object", gather)
+    readers = {"GPU-1": ["first", "second"], "GPU-2": ["first"]}
+    offer = transports.IpcSender(readers).put({"w": torch.ones(3)})
+    layout = offer.payload["layout"]
+    assert offer.payload_for("first") == {"layout": layout, "handles": {"GPU-1": "handle 0", "GPU-2": "of rank 1"}}
+    assert offer.payload_for("second") == {"layout": layout, "handles": {"GPU-1": "handle 1"}}
+    # One that nobody opens would keep the memory for good.
+    assert len(shared) == 2
 
 
 def receive(place: Rendezvous, rank: int, offers: Any, answers: Any) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf.trainer.weight_sync import Transport, WeightSync
+from openrlhf.trainer.weight_sync import Site, Transport, WeightSync
+
+FIRST, SECOND = Site("node 1", "GPU-1"), Site("node 1", "GPU-2")
+CPU = Site("node 1", None)
 
 
 def remote(name: str, log: dict[str, tuple[Any, ...]]) -> Any:
@@ -41,19 +44,20 @@ def sync_of(transport: Transport, device: str = "cuda") -> tuple[WeightSync, dic
 @pytest.mark.parametrize("transport", ["nccl", "gloo"])
 def test_both_ends_of_a_broadcast_are_waited_for_together(transport: Transport) -> None:
     sync, asked, waits = sync_of(transport)
-    sync.connect({"rollout engine 0": 2, "rollout engine 1": 1})
+    sync.connect({"rollout engine 0": [CPU, CPU], "rollout engine 1": [CPU]})
     assert waits == [{name: f"answer of {name}" for name in asked}] and len(asked) == 4
     place = asked["rollout engine 0"][0]
     assert (place.address, place.port, place.backend, place.world_size) == ("10.0.0.1", 4242, transport, 4)
     assert [asked[f"rollout engine {n}"] for n in range(2)] == [(place, 1), (place, 3)]
-    assert [asked[f"actor worker {rank}"] for rank in range(2)] == [(transport, place)] * 2
+    assert [asked[f"actor worker {rank}"] for rank in range(2)] == [(transport, place, {})] * 2
 
 
 @pytest.mark.parametrize("transport", ["shm", "ipc"])
 def test_nobody_has_to_meet_for_the_other_ways(transport: Transport) -> None:
     sync, asked, _ = sync_of(transport)
-    sync.connect({"rollout engine 0": 1, "rollout engine 1": 1})
-    assert asked == {f"actor worker {rank}": (transport, None) for rank in range(2)}
+    sync.connect({"rollout engine 0": [FIRST, SECOND], "rollout engine 1": [SECOND]})
+    readers = {"GPU-1": ["rollout engine 0"], "GPU-2": ["rollout engine 0", "rollout engine 1"]}
+    assert asked == {f"actor worker {rank}": (transport, None, readers) for rank in range(2)}
 
 
 @pytest.mark.parametrize(
