@@ -2,10 +2,12 @@
 
     python benchmarks/rl_step.py --output_dir outputs/rl_step
     python benchmarks/rl_step.py --output_dir outputs/plain --settings plain
+    python benchmarks/rl_step.py --output_dir outputs/two --settings two_engines --steps 8
     python benchmarks/rl_step.py --output_dir outputs/toy --size toy --steps 3 -- --device cpu
 
 Trains `reinforce_baseline` with a KL to a reference in the loss, four updates a step, engine and models in turns on the
-card. "plain" has small micro-batches, gradient checkpointing and every sleep flag; "fast" what this card has room for.
+card. "plain" has small micro-batches, gradient checkpointing and every sleep flag; "fast" what this card has room for;
+"two_engines" compiles the layers as well, and puts two engines on the card.
 Flags after -- go to train_ppo_ray. Writes results.json: seconds and tokens/s of each phase, medians of the steps after
 the first.
 """
@@ -46,14 +48,20 @@ def reward_func(queries, prompts, labels):
     texts = [query[len(prompt):] or " " for query, prompt in zip(queries, prompts)]
     return {"rewards": [sum("a" <= c <= "z" for c in text) / len(text) for text in texts]}
 '''
+PACKED = (
+    *("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "32768"),
+    *("--rollout.max_tokens_per_gpu", "65536"),
+)
 SETTINGS = {
     "plain": (
         *("--train.micro_batch_size", "8", "--rollout.micro_batch_size", "16", "--ds.attn_implementation", "sdpa"),
         *("--actor.gradient_checkpointing_enable", "--ds.enable_sleep"),
+        *("--ds.zero_stage", "2", "--vllm.gpu_memory_utilization", "0.5"),
     ),
-    "fast": (
-        *("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "32768"),
-        *("--rollout.max_tokens_per_gpu", "65536"),
+    "fast": (*PACKED, "--ds.zero_stage", "2", "--vllm.gpu_memory_utilization", "0.5"),
+    "two_engines": (
+        *(*PACKED, "--ds.zero_stage", "1", "--ds.torch_compile"),
+        *("--vllm.num_engines", "2", "--vllm.gpu_memory_utilization", "0.08"),
     ),
 }
 PHASES = ("wake", "rollout", "sleep", "logprobs", "advantages", "update", "sync", "step")
@@ -124,11 +132,11 @@ def command(folder: Path, args: argparse.Namespace) -> list[str]:
             "label",
         ),
         *("--data.apply_chat_template", "--data.max_len", "1024", "--rollout.max_new_tokens", "512"),
-        *("--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1", "--vllm.gpu_memory_utilization", "0.5"),
+        *("--actor.num_gpus_per_node", "1", "--ref.num_gpus_per_node", "1"),
         *("--rollout.batch_size", str(PROMPTS_A_STEP), "--rollout.n_samples_per_prompt", str(SAMPLES)),
         *("--train.batch_size", "128", "--algo.advantage.estimator", "reinforce_baseline", "--algo.kl.use_loss"),
         *("--algo.kl.init_coef", "1e-3", "--algo.kl.estimator", "k2", "--actor.adam.lr", "5e-7"),
-        *("--ds.zero_stage", "2", "--ds.param_dtype", "bf16", *SETTINGS[args.settings]),
+        *("--ds.param_dtype", "bf16", *SETTINGS[args.settings]),
         *("--ckpt.output_dir", f"{folder}/out", "--ckpt.path", f"{folder}/states", *args.flags),
     ]
 

@@ -21,6 +21,8 @@ RESERVED_ENGINE_ARGUMENTS = {
     # An engine has as many GPUs, and weights are sent to as many workers.
     "pipeline_parallel_size": "--vllm.tensor_parallel_size",
     "data_parallel_size": "--vllm.num_engines",
+    # Ray would be asked for GPUs that the engine has been given already.
+    "distributed_executor_backend": "the place of each engine",
     "gpu_memory_utilization": "--vllm.gpu_memory_utilization",
     "enable_sleep_mode": "--vllm.enable_sleep",
     "trust_remote_code": "--trust_remote_code",
