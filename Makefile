@@ -64,7 +64,7 @@ test-fast: install
 # A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu -m "gpu and not several_gpus" -n $(GPU_JOBS) --deal-cards --dist worksteal
-	$(PYTHON) -m pytest tests/gpu -m several_gpus -n $(GPU_JOBS) --dist worksteal
+	$(PYTHON) -m pytest tests/gpu -m several_gpus -n $(if $(filter 0,$(GPU_JOBS)),0,2) --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

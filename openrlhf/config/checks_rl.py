@@ -20,6 +20,7 @@ RESERVED_ENGINE_ARGUMENTS = {
     "tensor_parallel_size": "--vllm.tensor_parallel_size",
     # An engine has as many GPUs, and weights are sent to as many workers.
     "pipeline_parallel_size": "--vllm.tensor_parallel_size",
+    "prefill_context_parallel_size": "--vllm.tensor_parallel_size",
     "data_parallel_size": "--vllm.num_engines",
     # Ray would be asked for GPUs that the engine has been given already.
     "distributed_executor_backend": "the place of each engine",

@@ -46,8 +46,8 @@ class Offer:
     own: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def payload_for(self, engine: str) -> dict[str, Any]:
-        """Returns: all that an engine is told."""
-        return self.payload | self.own.get(engine, {})
+        """Returns: all that an engine is told. Raises: KeyError for a name of which the sender was not told."""
+        return self.payload | self.own[engine] if self.own else self.payload
 
 
 class Sender(Protocol):
@@ -261,8 +261,8 @@ class Inbox:
             own = gpu_uuid(self._device)
             if own not in payload["handles"]:
                 raise ValueError(f"no rank of the trainer stands on this worker's GPU {own}")
-            # A layer whose weights lie in two buckets keeps the first ones until it has all, and the sender would wait
-            # with their memory until then.
+            # A layer whose weights lie in two buckets keeps the first ones until it has all, and the sender's memory
+            # would not be free until then.
             return _open(payload["handles"][own], self._device).clone()
         if self._group is None:
             raise ValueError("a broadcast was announced to a worker that has never met the sender")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
+
+# Longer than the engine tests of a machine take together.
+WAIT_S = 1800
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,24 +25,48 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def visible_cards() -> list[str]:
     """Returns: the names of the GPUs that this process sees."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(card) for card in range(torch.cuda.device_count())]
+    return (
+        [name.strip() for name in named.split(",")]
+        if named
+        else [str(card) for card in range(torch.cuda.device_count())]
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has a worker see one card alone, in turn."""
+    """Has a worker see one card, dealt out in turn."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     cards = visible_cards()
     if config.getoption("--deal-cards", default=False) and worker.startswith("gw") and cards:
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker[2:]) % len(cards)]
 
 
+def hold(card: str, file: IO[str], kind: int, test: str) -> None:
+    """Locks a card's file; fails, naming the test that took it last, where it is not free in time."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                pytest.fail(f"GPU {card} was not free within {WAIT_S} s; taken last by {file.read()}")
+            time.sleep(0.1)
+    file.truncate(0)
+    file.write(test)
+    file.flush()
+
+
 @pytest.fixture(autouse=True)
 def held_cards(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Holds the cards that a test sees: alone where it starts an engine, which measures what is free as it starts."""
-    alone = request.node.get_closest_marker("engine") is not None
+    """Holds the cards that a test sees: alone where it starts an engine, which measures what is free as it starts.
+
+    The test's own time-out begins afterwards (func_only).
+    """
+    kind = fcntl.LOCK_EX if request.node.get_closest_marker("engine") else fcntl.LOCK_SH
     with ExitStack() as held:
         # Always in the same order, so that two tests never wait for each other.
         for card in sorted(visible_cards()):
             file = Path(tempfile.gettempdir()) / f"openrlhf-tests-{os.getuid()}-card-{card}"
-            fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            hold(card, held.enter_context(file.open("a+")), kind, request.node.nodeid)
         yield

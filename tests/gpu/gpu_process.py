@@ -47,7 +47,7 @@ def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> An
     theirs.close()
     try:
         assert ours.poll(seconds), f"{function.__name__} gave no result within {seconds:.0f} s"
-        ok, result = ours.recv()
+        ok, result = _result(ours, process)
     finally:
         process.kill()
         process.join(10)
@@ -80,13 +80,22 @@ def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float
             assert ready, f"ranks {sorted(set(range(ranks)) - set(found))} gave no result within {seconds:.0f} s"
             for pipe in ready:
                 rank = pipes.index(pipe)
-                ok, found[rank] = pipe.recv()
+                ok, found[rank] = _result(pipe, processes[rank])
                 assert ok, f"rank {rank}: {found[rank]}"
         return [found[rank] for rank in range(ranks)]
     finally:
         for process in processes:
             process.kill()
             process.join(10)
+
+
+def _result(pipe: Any, process: Any) -> tuple[bool, Any]:
+    """Returns: whether the call went well, and its result or what went wrong."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join(10)
+        return False, f"the process ended without a result, exit code {process.exitcode}"
 
 
 def _call(

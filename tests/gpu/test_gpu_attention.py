@@ -12,7 +12,7 @@ from openrlhf.config.kernels import FLASH_PACKAGES
 from tests.gpu.gpu_process import on_gpu
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, func_only=True)]
 
 LENGTHS = (7, 40, 1, 23)
 # Mean difference of log-probs by rounding alone.

@@ -14,7 +14,7 @@ from tests.gpu.gpu_process import on_gpu, train_backend, train_plainly
 from tests.integration.backend_worker import LR, OPTIMIZER, STEPS, micro_batches, plain_training
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600, func_only=True)]
 
 
 @pytest.fixture(scope="module")

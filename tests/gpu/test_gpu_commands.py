@@ -19,7 +19,7 @@ from openrlhf.trainer.flops import peak_flops
 from tests.gpu.gpu_process import needs_engine, needs_two_gpus
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900, func_only=True)]
 
 ROOT = Path(__file__).parents[2]
 REWARD = """

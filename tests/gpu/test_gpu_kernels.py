@@ -13,7 +13,7 @@ from tests.gpu.gpu_process import on_gpu
 from tests.logit_cases import head_answers, scored_logits
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, func_only=True)]
 
 LENGTHS = [130, 7, 300, 1, 128, 64]
 # Two kernels round the same numbers in different orders; a wrong mask or window is off by far more than this.

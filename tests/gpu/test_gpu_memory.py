@@ -16,7 +16,7 @@ from tests.gpu.gpu_process import needs_two_gpus, on_gpu, on_gpus, train_backend
 from tests.integration.backend_worker import KEEP_WHOLE, LR, OPTIMIZER, STEPS, micro_batches
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600, func_only=True)]
 
 MUON = replace(OPTIMIZER, optim="muon", muon=MuonConfig(lr=0.01))
 

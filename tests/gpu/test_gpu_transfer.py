@@ -13,7 +13,7 @@ import torch
 from tests.gpu.gpu_process import needs_engine, on_gpu
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600, func_only=True)]
 
 PROMPT = [5, 6, 7, 8]
 GIB = 2**30
@@ -133,7 +133,7 @@ def _read(payloads: Any, answers: Any) -> None:
 
     torch.cuda.init()
     inbox = Inbox(torch.device("cuda", torch.cuda.current_device()))
-    while (payload := payloads.get()) is not None:
+    while (payload := payloads.get(timeout=100)) is not None:
         answers.put(inbox.take(payload)[1])
 
 

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from openrlhf.rollout.sending import send_weights
-from openrlhf.rollout.transports import BroadcastSender, Inbox, Rendezvous, WeightGroup
+from openrlhf.rollout.transports import BroadcastSender, Inbox, Look, Offer, Rendezvous, WeightGroup
 from openrlhf.utils.errors import RunError
 from tests.ports import open_store
 
@@ -88,3 +88,58 @@ def test_an_engine_that_fails_while_another_is_waited_for_is_named_at_once() -> 
 def test_an_engine_that_never_takes_part_in_a_broadcast_is_named_when_the_time_is_up() -> None:
     with pytest.raises(RunError, match="rollout engine 0 did not take the weights within 2 s"):
         broadcast_to("hangs", timeout=2.0)
+
+
+class Keyed:
+    """A sender that tells each engine something of its own."""
+
+    every_rank = True
+    bucket_bytes = 16
+
+    def put(self, tensors: dict[str, torch.Tensor]) -> Offer:
+        """Numbers the engines."""
+        own = {f"rollout engine {n}": {"key": n} for n in range(2)}
+        return Offer({"names": sorted(tensors)}, dict.fromkeys(tensors, 0), 4, own)
+
+    def deliver(self, look: Look) -> None:
+        """Nothing to do."""
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Listener:
+    """An engine that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def begin_update(self) -> None:
+        """Nothing to do."""
+
+    def load_bucket(self, payload: dict[str, Any], checksums: dict[str, int]) -> None:
+        self.told.append(payload)
+
+    def end_update(self, manifest: dict[str, int], version: int) -> None:
+        """Nothing to do."""
+
+    def heard(self) -> list[dict[str, Any]]:
+        return self.told
+
+
+def test_every_engine_is_told_what_is_for_it_alone() -> None:
+    remote = ray.remote(num_cpus=0)(Listener)
+    engines = {f"rollout engine {n}": remote.remote() for n in range(2)}
+    weights = [(f"w{n}", torch.ones(4)) for n in range(2)]
+    send_weights(weights, Keyed(), engines, torch.float32, 1, leads=True, timeout=60.0)
+    for n, engine in enumerate(engines.values()):
+        assert ray.get(engine.heard.remote(), timeout=60) == [{"names": [f"w{k}"], "key": n} for k in range(2)]
+        ray.kill(engine)
+
+
+def test_an_engine_that_the_sender_does_not_know_is_told_nothing() -> None:
+    with pytest.raises(KeyError, match="rollout engine 2"):
+        Keyed().put({"w": torch.ones(4)}).payload_for("rollout engine 2")

@@ -234,7 +234,8 @@ def test_engine_arguments_that_the_run_relies_on_are_refused(name):
 
 
 def test_engine_arguments_that_change_an_engines_gpus_or_their_sleep_are_among_them():
-    names = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_sleep_mode"}
+    names = {"tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size"}
+    names |= {"distributed_executor_backend", "enable_sleep_mode"}
     assert names <= RESERVED_ENGINE_ARGUMENTS.keys()
 
 
