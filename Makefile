@@ -12,7 +12,7 @@ OUTPUT ?= outputs/quickstart
 # Test files that run at one time; each may take 6 GB and has processes of its own.
 JOBS ?= 2
 # Tests on GPUs that run at one time: two on each card. Those that start an engine wait until they have theirs alone.
-GPU_JOBS ?= $(shell $(PYTHON) -c 'import torch; print(2 * torch.cuda.device_count())')
+GPU_JOBS = $(shell $(PYTHON) -c 'import torch; print(2 * torch.cuda.device_count())' 2>/dev/null)
 
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)
@@ -63,8 +63,12 @@ test-fast: install
 
 # A GPU machine brings its own torch and vLLM (extra `vllm`), so .venv with the CPU engine is of no use there.
 test-gpu:
+	@$(PYTHON) -c 'import pytest, torch, xdist' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' lacks PyTorch, pytest or pytest-xdist; name the interpreter that has them: PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	  echo "make: PyTorch of '$(PYTHON)' sees no NVIDIA GPU" >&2; exit 1; }
 	$(PYTHON) -m pytest tests/gpu -m "gpu and not several_gpus" -n $(GPU_JOBS) --deal-cards --dist worksteal
-	$(PYTHON) -m pytest tests/gpu -m several_gpus -n $(if $(filter 0,$(GPU_JOBS)),0,2) --dist worksteal
+	$(PYTHON) -m pytest tests/gpu -m several_gpus -n 2 --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

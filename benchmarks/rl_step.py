@@ -163,10 +163,10 @@ def summary(lines: list[dict[str, float]]) -> dict[str, Any]:
 def main() -> None:
     """Makes the inputs, runs, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/rl_step"))
-    parser.add_argument("--settings", choices=list(SETTINGS), default="fast")
-    parser.add_argument("--size", choices=list(SIZES), default="0.4B")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/rl_step"), help="of model, run and results")
+    parser.add_argument("--settings", choices=list(SETTINGS), default="fast", help="see above; default fast")
+    parser.add_argument("--size", choices=list(SIZES), default="0.4B", help="of the model; default 0.4B")
+    parser.add_argument("--steps", type=int, default=4, help="default 4; the first is left out of the medians")
     parser.add_argument("flags", nargs="*", help="further flags of train_ppo_ray, after --")
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
