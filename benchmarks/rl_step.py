@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,19 @@ def summary(lines: list[dict[str, float]]) -> dict[str, Any]:
     return found
 
 
+def run(words: list[str]) -> None:
+    """Runs a command to its end, and ends it where this process is told to end. Raises: SystemExit where it fails."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    process = subprocess.Popen(words)
+    try:
+        code = process.wait()
+    finally:
+        process.terminate()
+        process.wait()
+    if code:
+        sys.exit(code)
+
+
 def main() -> None:
     """Makes the inputs, runs, and prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,9 +183,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="default 4; the first is left out of the medians")
     parser.add_argument("flags", nargs="*", help="further flags of train_ppo_ray, after --")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: give 1 or more")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     make_inputs(args.output_dir, args.size, args.steps)
-    subprocess.run(command(args.output_dir, args), check=True)
+    run(command(args.output_dir, args))
     found = summary(read_jsonl(args.output_dir / "out" / "metrics.jsonl"))
     found = {"settings": args.settings, "size": args.size, "flags": args.flags, **found}
     (args.output_dir / "results.json").write_text(json.dumps(found, indent=1))

@@ -21,7 +21,7 @@ RESERVED_ENGINE_ARGUMENTS = {
     # An engine has as many GPUs, and weights are sent to as many workers.
     "pipeline_parallel_size": "--vllm.tensor_parallel_size",
     "prefill_context_parallel_size": "--vllm.tensor_parallel_size",
-    "data_parallel_size": "--vllm.num_engines",
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "device_ids"), "the place of each engine"),
     # Ray would be asked for GPUs that the engine has been given already.
     "distributed_executor_backend": "the place of each engine",
     "gpu_memory_utilization": "--vllm.gpu_memory_utilization",
@@ -30,7 +30,11 @@ RESERVED_ENGINE_ARGUMENTS = {
     "logprobs_mode": "the comparison of the engine's log-probs with the trainer's",
     "weight_transfer_config": "the transfer of weights",
     "worker_extension_cls": "the transfer of weights",
+    # Experts that change places while the engine runs are not where the next weights put them.
+    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep"), "the transfer of weights"),
 }
+# Arguments by how they begin.
+RESERVED_PREFIXES = {"data_parallel_": "--vllm.num_engines", "_api_process_": "--vllm.num_engines"}
 
 
 SAMPLE_SHARE = 0.8
@@ -254,7 +258,9 @@ def check_reserved_arguments(config: PPOConfig) -> None:
     """Raises ConfigError where --vllm.extra would change what agents, trainer or weight transfer rely on."""
     for name in config.vllm.extra:
         # vLLM's command line writes dashes, and a user may copy it.
-        owner = RESERVED_ENGINE_ARGUMENTS.get(name.replace("-", "_"))
+        plain = name.replace("-", "_")
+        begun = (owner for start, owner in RESERVED_PREFIXES.items() if plain.startswith(start))
+        owner = RESERVED_ENGINE_ARGUMENTS.get(plain) or next(begun, None)
         if owner is not None:
             raise ConfigError(f"--vllm.extra must leave {name!r} out: {owner} decides it.")
 

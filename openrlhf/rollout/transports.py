@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from openrlhf.rollout.integrity import checksum, packed_checksums
+from openrlhf.rollout.integrity import TransferError, checksum, packed_checksums
 from openrlhf.rollout.packing import Layout, pack, unpack
 from openrlhf.rollout.transfer import BUCKET_BYTES, SHARED_BUCKET_BYTES, Exchange, write_bucket
 
@@ -37,17 +37,21 @@ class Offer:
         payload: plain values, which ``Inbox.take`` understands.
         checksums: per HF name.
         nbytes: of all its tensors.
-        own: what each engine alone is told, by its name.
+        own: what each engine alone is told, by its name; None where all are told the same.
     """
 
     payload: dict[str, Any]
     checksums: dict[str, int]
     nbytes: int
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    own: dict[str, dict[str, Any]] | None = None
 
     def payload_for(self, engine: str) -> dict[str, Any]:
-        """Returns: all that an engine is told. Raises: KeyError for a name of which the sender was not told."""
-        return self.payload | self.own[engine] if self.own else self.payload
+        """Returns: all that an engine is told. Raises: TransferError for an engine of which the sender was not told."""
+        if self.own is None:
+            return self.payload
+        if engine not in self.own:
+            raise TransferError(f"the sender has nothing for {engine}, only for {sorted(self.own)}")
+        return self.payload | self.own[engine]
 
 
 class Sender(Protocol):

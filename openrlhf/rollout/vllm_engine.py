@@ -79,6 +79,9 @@ class VllmEngine:
         except Exception as error:
             cause = self._written_cause() or describe_start(error)
             raise RunError(f"vLLM could not start with the model {spec.model}: {cause}") from error
+        finally:
+            # For the engine's processes alone: they have it from their start.
+            os.environ.pop(OWNER_VARIABLE, None)
         self._processes = [child for child in psutil.Process().children(recursive=True) if _is_vllms(child)]
         self._request_ids = itertools.count()
         self._running = 0

@@ -32,6 +32,7 @@ from openrlhf.rollout.transports import Inbox, Rendezvous, gpu_uuid
 
 BACKEND = "openrlhf"
 OWNER_VARIABLE = "OPENRLHF_ENGINE_OWNER"
+_WATCH = "end-with-owner"
 WORKER_EXTENSION = "openrlhf.rollout.vllm_receiver.WorkerExtension"
 # Seconds that a process of an engine on a CPU looks for the next message before it waits to be woken.
 _LOOKING_S = 0.001
@@ -88,8 +89,7 @@ class BucketWeightEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM makes this object in each of its workers, before it serves anything.
-        _end_with(int(os.environ[OWNER_VARIABLE]))
+        _watch_owner()
         if self.device.type == "cpu":
             _rest_between_messages()
         self._inbox = Inbox(self.device)
@@ -206,11 +206,14 @@ def _padding(layer: torch.nn.Module, parameters: dict[str, torch.Tensor]) -> int
 WeightTransferEngineFactory.register_engine(BACKEND, BucketWeightEngine)
 
 
-def _end_with(owner: int) -> None:
-    """Ends this process, and vLLM's core that started it, soon after the process ``owner`` is gone, however it went.
+def _watch_owner() -> None:
+    """Ends this process, and vLLM's core that started it, soon after the engine's owner is gone, however it went.
 
-    vLLM's core outlives a killed owner: nothing in it watches.
+    vLLM's core outlives a killed owner: nothing in it watches. Once a process; in one that owns an engine, nothing.
     """
+    owner = int(os.environ.get(OWNER_VARIABLE, os.getpid()))
+    if owner == os.getpid() or any(thread.name == _WATCH for thread in threading.enumerate()):
+        return
     core = os.getppid()
 
     def watch() -> None:
@@ -220,7 +223,11 @@ def _end_with(owner: int) -> None:
             os.kill(core, signal.SIGKILL)
         os._exit(1)
 
-    threading.Thread(target=watch, name="end-with-owner", daemon=True).start()
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
+
+
+# Workers import this as their extension before they meet each other, which may never come about.
+_watch_owner()
 
 
 class WorkerExtension:

@@ -99,9 +99,8 @@ class WeightSync:
         place, calls = None, {}
         readers: dict[str, list[str]] = {}
         for name, sites in workers.items():
-            for site in sites:
-                if site.gpu is not None:
-                    readers.setdefault(site.gpu, []).append(name)
+            for card in sorted({site.gpu for site in sites if site.gpu is not None}):
+                readers.setdefault(card, []).append(name)
         if self.transport in ("nccl", "gloo"):
             address, port = self._actor.call_first("address", timeout=self._timeout)
             place = Rendezvous(address, port, self.transport, 1 + sum(map(len, workers.values())), self._timeout)

@@ -25,11 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def visible_cards() -> list[str]:
     """Returns: the names of the GPUs that this process sees."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (
-        [name.strip() for name in named.split(",")]
-        if named
-        else [str(card) for card in range(torch.cuda.device_count())]
-    )
+    if named:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(card) for card in range(torch.cuda.device_count())]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,33 +38,42 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker[2:]) % len(cards)]
 
 
-def hold(card: str, file: IO[str], kind: int, test: str) -> None:
-    """Locks a card's file; fails, naming the test that took it last, where it is not free in time."""
+def open_lock(name: str) -> IO[str]:
+    """Opens a file for locks of this user's tests on this machine."""
+    return (Path(tempfile.gettempdir()) / f"openrlhf-tests-{os.getuid()}-{name.replace('/', '-')}").open("a+")
+
+
+def take(card: str, file: IO[str], kind: int) -> None:
+    """Locks a file of a card; fails, naming the test that took it last, where it is not free in time."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
-            break
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
                 file.seek(0)
                 pytest.fail(f"GPU {card} was not free within {WAIT_S} s; taken last by {file.read()}")
             time.sleep(0.1)
-    file.truncate(0)
-    file.write(test)
-    file.flush()
 
 
 @pytest.fixture(autouse=True)
 def held_cards(request: pytest.FixtureRequest) -> Iterator[None]:
     """Holds the cards that a test sees: alone where it starts an engine, which measures what is free as it starts.
 
-    The test's own time-out begins afterwards (func_only).
+    The test's own time-out begins afterwards (func_only). Cards are told apart by the names that are visible: a run
+    that calls them otherwise, or has another TMPDIR, does not wait for this one.
     """
     kind = fcntl.LOCK_EX if request.node.get_closest_marker("engine") else fcntl.LOCK_SH
     with ExitStack() as held:
         # Always in the same order, so that two tests never wait for each other.
-        for card in sorted(visible_cards()):
-            file = Path(tempfile.gettempdir()) / f"openrlhf-tests-{os.getuid()}-card-{card}"
-            hold(card, held.enter_context(file.open("a+")), kind, request.node.nodeid)
+        for card in sorted(set(visible_cards())):
+            file = held.enter_context(open_lock(f"card-{card}"))
+            # One by one, or tests that share a card would go on before one that waits until it is free.
+            with open_lock(f"turn-{card}") as turn:
+                take(card, turn, fcntl.LOCK_EX)
+                take(card, file, kind)
+            file.truncate(0)
+            file.write(request.node.nodeid)
+            file.flush()
         yield

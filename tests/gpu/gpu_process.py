@@ -46,7 +46,8 @@ def on_gpu(function: Callable[..., Any], *args: Any, seconds: float = 240) -> An
     process.start()
     theirs.close()
     try:
-        assert ours.poll(seconds), f"{function.__name__} gave no result within {seconds:.0f} s"
+        ready = connection.wait([ours, process.sentinel], seconds)
+        assert ready, f"{function.__name__} gave no result within {seconds:.0f} s"
         ok, result = _result(ours, process)
     finally:
         process.kill()
@@ -75,12 +76,14 @@ def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float
     try:
         while len(found) < ranks:
             # Of whichever rank ends first: the others wait for one that failed.
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
-            ready = connection.wait(waiting, max(deadline - time.monotonic(), 0))
-            assert ready, f"ranks {sorted(set(range(ranks)) - set(found))} gave no result within {seconds:.0f} s"
-            for pipe in ready:
-                rank = pipes.index(pipe)
-                ok, found[rank] = _result(pipe, processes[rank])
+            waiting = sorted(set(range(ranks)) - set(found))
+            signs = [sign for rank in waiting for sign in (pipes[rank], processes[rank].sentinel)]
+            ready = connection.wait(signs, max(deadline - time.monotonic(), 0))
+            assert ready, f"ranks {waiting} gave no result within {seconds:.0f} s"
+            for rank in waiting:
+                if pipes[rank] not in ready and processes[rank].sentinel not in ready:
+                    continue
+                ok, found[rank] = _result(pipes[rank], processes[rank])
                 assert ok, f"rank {rank}: {found[rank]}"
         return [found[rank] for rank in range(ranks)]
     finally:
@@ -90,12 +93,16 @@ def on_gpus(function: Callable[..., Any], ranks: int, *args: Any, seconds: float
 
 
 def _result(pipe: Any, process: Any) -> tuple[bool, Any]:
-    """Returns: whether the call went well, and its result or what went wrong."""
+    """Returns: whether the call went well, and its result or what went wrong, of a process that answered or ended."""
     try:
-        return pipe.recv()
+        if pipe.poll():
+            return pipe.recv()
     except EOFError:
-        process.join(10)
-        return False, f"the process ended without a result, exit code {process.exitcode}"
+        pass
+    except Exception as error:
+        return False, f"its result cannot be read: {error!r}"
+    process.join(10)
+    return False, f"the process ended without a result, exit code {process.exitcode}"
 
 
 def _call(

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 
+from openrlhf.rollout.integrity import TransferError
 from openrlhf.rollout.sending import send_weights
 from openrlhf.rollout.transports import BroadcastSender, Inbox, Look, Offer, Rendezvous, WeightGroup
 from openrlhf.utils.errors import RunError
@@ -141,5 +142,5 @@ def test_every_engine_is_told_what_is_for_it_alone() -> None:
 
 
 def test_an_engine_that_the_sender_does_not_know_is_told_nothing() -> None:
-    with pytest.raises(KeyError, match="rollout engine 2"):
+    with pytest.raises(TransferError, match="nothing for rollout engine 2, only for .*rollout engine 0"):
         Keyed().put({"w": torch.ones(4)}).payload_for("rollout engine 2")
