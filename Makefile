@@ -12,7 +12,7 @@ OUTPUT ?= outputs/quickstart
 # Test files that run at one time; each may take 6 GB and has processes of its own.
 JOBS ?= 2
 # Tests on GPUs that run at one time: two on each card. Those that start an engine wait until they have theirs alone.
-GPU_JOBS = $(shell $(PYTHON) -c 'import torch; print(2 * torch.cuda.device_count())' 2>/dev/null)
+GPU_JOBS ?= $(shell $(PYTHON) -c 'import torch; print(2 * torch.cuda.device_count())' 2>/dev/null)
 
 # A change of what is to be installed changes the stamp's name, so the next target installs again.
 KEY := $(shell cat pyproject.toml requirements/cpu.txt | cksum | cut -d ' ' -f 1)

@@ -21,6 +21,7 @@ RESERVED_ENGINE_ARGUMENTS = {
     # An engine has as many GPUs, and weights are sent to as many workers.
     "pipeline_parallel_size": "--vllm.tensor_parallel_size",
     "prefill_context_parallel_size": "--vllm.tensor_parallel_size",
+    "data_parallel_size": "--vllm.num_engines",
     **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port", "device_ids"), "the place of each engine"),
     # Ray would be asked for GPUs that the engine has been given already.
     "distributed_executor_backend": "the place of each engine",
@@ -33,7 +34,7 @@ RESERVED_ENGINE_ARGUMENTS = {
     # Experts that change places while the engine runs are not where the next weights put them.
     **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep"), "the transfer of weights"),
 }
-# Arguments by how they begin.
+# Relatives of these, by how they begin.
 RESERVED_PREFIXES = {"data_parallel_": "--vllm.num_engines", "_api_process_": "--vllm.num_engines"}
 
 

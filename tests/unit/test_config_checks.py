@@ -225,7 +225,7 @@ def test_a_reward_that_hangs_must_be_given_up_before_the_step_is(extra):
     rl("--reward.timeout", "26", "--train.step_timeout", "100")
 
 
-@pytest.mark.parametrize("name", [*RESERVED_ENGINE_ARGUMENTS, "data_parallel_size", "data_parallel_size_local"])
+@pytest.mark.parametrize("name", [*RESERVED_ENGINE_ARGUMENTS, "data_parallel_size_local", "_api_process_count"])
 def test_engine_arguments_that_the_run_relies_on_are_refused(name):
     for spelling in {name, name.replace("_", "-")}:
         message = refusal_of_rl_alone("--vllm.extra", json.dumps({"max_num_seqs": 8, spelling: None}))
@@ -234,8 +234,8 @@ def test_engine_arguments_that_the_run_relies_on_are_refused(name):
 
 
 def test_engine_arguments_that_change_an_engines_gpus_or_their_sleep_are_among_them():
-    names = {"tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"}
-    names |= {"distributed_executor_backend", "enable_sleep_mode"}
+    names = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_sleep_mode"}
+    names |= {"prefill_context_parallel_size", "nnodes", "distributed_executor_backend"}
     assert names <= RESERVED_ENGINE_ARGUMENTS.keys()
 
 
