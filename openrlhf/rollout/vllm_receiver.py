@@ -89,6 +89,7 @@ class BucketWeightEngine(WeightTransferEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # A worker that was forked has not imported this module itself, and threads do not come along.
         _watch_owner()
         if self.device.type == "cpu":
             _rest_between_messages()
