@@ -17,7 +17,8 @@ LORA = LoraConfig(rank=4, alpha=8)
 
 def load(folder: Path, lora: LoraConfig | None = LORA, **options: Any) -> Any:
     dtype = options.pop("dtype", torch.float32)
-    return load_causal_lm(folder, dtype=dtype, device="cpu", lora=lora, **options).eval()
+    device = options.pop("device", "cpu")
+    return load_causal_lm(folder, dtype=dtype, device=device, lora=lora, **options).eval()
 
 
 def moved(model: Any) -> Any:

@@ -266,6 +266,7 @@ def train_with_backend(
         total = 0.0
         share = share_of_rank(in_one_batch(batches) if one_batch else batches, backend.rank, backend.world_size)
         for turn, batch in enumerate(share):
+            batch = batch.to(backend.device)
             loss = batch_loss(backend, batch, tokens, turn * backend.world_size + backend.rank)
             backend.backward(loss)
             total += loss.item()
@@ -293,7 +294,7 @@ def make_backend(folder: Path, stage: int, *, dtype: str = "fp32", **options: An
         ds=DeepSpeedConfig(zero_stage=stage, param_dtype=dtype, **ds_options),
         optimizer=options.pop("optimizer", OPTIMIZER),
         total_steps=options.pop("total_steps", STEPS),
-        device="cpu",
+        device=options.pop("device", "cpu"),
         keep_whole=KEEP_WHOLE,
         **options,
     )
