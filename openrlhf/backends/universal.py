@@ -90,14 +90,17 @@ def load_universal(engine: Any, folder: Path, *, whole: bool = True) -> dict[str
 
     Returns: DeepSpeed's client state, rank 0's of the run that wrote it.
     """
-    groups = engine.optimizer.optimizer.param_groups
-    decays = [group["weight_decay"] for group in groups]
+    optimizer = engine.optimizer.optimizer
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
     _, client_state = engine.load_checkpoint(str(folder), tag=UNIVERSAL, load_module_strict=whole)
-    for group, decay in zip(groups, decays, strict=True):
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
         # On stage 3, DeepSpeed gives every group the first one's: norms and biases would decay.
         group["weight_decay"] = decay
-    for state in engine.optimizer.optimizer.state.values():
-        # On stage 3, one counter is shared by all groups and would count each of them.
+    # On stage 3 the weights that have a state are in no group by now.
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].clone()
+            # A copy, since on stage 3 one counter is shared by all groups and would count each of them. It comes from a
+            # file, on the CPU; a fused step wants it beside its weights.
+            state["step"] = state["step"].to(parameter.device if fused else "cpu", copy=True)
     return client_state
