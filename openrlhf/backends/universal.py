@@ -96,11 +96,18 @@ def load_universal(engine: Any, folder: Path, *, whole: bool = True) -> dict[str
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         # On stage 3, DeepSpeed gives every group the first one's: norms and biases would decay.
         group["weight_decay"] = decay
+    place_steps(optimizer)
+    return client_state
+
+
+def place_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Gives every weight a step counter of its own where the optimizer looks for it.
+
+    DeepSpeed leaves them as they come from a file: on the CPU, and on stage 3 one for all weights, which would count
+    each of them. A fused step wants them beside the weights.
+    """
     # On stage 3 the weights that have a state are in no group by now.
     fused = all(group.get("fused") for group in optimizer.param_groups)
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
-            # A copy, since on stage 3 one counter is shared by all groups and would count each of them. It comes from a
-            # file, on the CPU; a fused step wants it beside its weights.
             state["step"] = state["step"].to(parameter.device if fused else "cpu", copy=True)
-    return client_state
