@@ -11,7 +11,7 @@ from pathlib import Path
 from openrlhf.backends.checkpoint_files import TAG
 from openrlhf.backends.checkpoints import COMPLETE, CheckpointStore
 from openrlhf.backends.muon import MuonWithAdamW
-from openrlhf.backends.universal import UNIVERSAL, convert_to_universal
+from openrlhf.backends.universal import UNIVERSAL, convert_to_universal, is_whole
 from openrlhf.config.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def convert(state: Path) -> str:
         )
     if layout["ZeRO stage"] == 0:
         return f"{state} needs no conversion: without ZeRO nothing is split over ranks"
-    if (state / UNIVERSAL).is_dir():
+    if is_whole(state / UNIVERSAL):
         return f"{state} is converted already"
     convert_to_universal(state / TAG, state / UNIVERSAL)
     return f"{state} is converted: go on from it on any number of ranks with --ckpt.load_enable --ds.use_universal_ckpt"

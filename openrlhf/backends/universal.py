@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# Where the converted state stands inside a checkpoint, and where it is written first.
-UNIVERSAL, PARTIAL_UNIVERSAL = "universal", ".universal"
+# Where the converted state stands inside a checkpoint, and how the folder begins in which it is written first.
+UNIVERSAL, PARTIAL_UNIVERSAL = "universal", ".universal-"
+# Inside of it, the sizes of all its files by their names: DeepSpeed leaves a weight as it is whose file is missing.
+_FILES = "files.json"
 
 # Less than the other ranks wait in the collective that follows.
 CONVERSION_S = 1500.0
 
 
+def is_whole(target: Path) -> bool:
+    """Returns: whether a converted state is as it was written: nothing is missing or cut off."""
+    try:
+        written = json.loads((target / _FILES).read_text())
+        return written == _sizes(target) and bool(written)
+    except (OSError, ValueError):
+        return False
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _FILES)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
 def convert_to_universal(state: Path, target: Path) -> None:
-    """Writes ZeRO's state of any number of ranks as one file for each weight; an existing ``target`` stays as it is.
+    """Writes ZeRO's state of any number of ranks as one file for each weight; a whole ``target`` stays as it is.
 
     DeepSpeed's converter runs in a process of its own: it prints, starts workers, and knows nothing of our ranks.
 
@@ -33,12 +52,16 @@ def convert_to_universal(state: Path, target: Path) -> None:
 
     Raises:
         OSError: nothing can be written there.
-        RuntimeError: the converter failed or took too long; ``target`` does not exist then.
+        RuntimeError: the converter failed or took too long, and ``target`` is what it was; or ``target`` is not whole
+            and there is nothing to convert again.
     """
     end = time.monotonic() + CONVERSION_S
     with _sole_converter(target, end):
-        if not target.is_dir():
-            _convert(state, target, end - time.monotonic())
+        if is_whole(target):
+            return
+        if target.exists() and not state.is_dir():
+            raise RuntimeError(f"{target} is not whole, and {state} is not there to be converted again")
+        _convert(state, target, end - time.monotonic())
 
 
 @contextmanager
@@ -64,23 +87,47 @@ def _locked(folder: int) -> bool:
 
 
 def _convert(state: Path, target: Path, seconds: float) -> None:
-    partial = target.with_name(PARTIAL_UNIVERSAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+    # What a killed conversion left; its workers may still be writing there, so each has a folder of its own.
+    for left in target.parent.glob(f"{PARTIAL_UNIVERSAL}*"):
+        _remove(left)
+    partial = Path(tempfile.mkdtemp(prefix=PARTIAL_UNIVERSAL, dir=target.parent))
     workers = str(min(os.cpu_count() or 1, 4))
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", str(state), "--output_folder", str(partial / UNIVERSAL)]
     command += ["--num_extract_workers", workers, "--num_merge_workers", workers]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or ["no word"]
-            raise RuntimeError(f"DeepSpeed's converter ended with status {done.returncode}: {lines[-1]}")
+        _run(command, seconds)
+        (partial / UNIVERSAL / _FILES).write_text(json.dumps(_sizes(partial / UNIVERSAL)))
+        _remove(target)
         os.replace(partial / UNIVERSAL, target)
+    finally:
+        _remove(partial)
+
+
+def _run(command: list[str], seconds: float) -> None:
+    """Runs the converter, and ends it with its workers whatever ends this. Raises: RuntimeError where it fails."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _, said = process.communicate(timeout=seconds)
+        if process.returncode != 0:
+            lines = said.strip().splitlines() or ["no word"]
+            raise RuntimeError(f"DeepSpeed's converter ended with status {process.returncode}: {lines[-1]}")
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"DeepSpeed's converter took longer than {CONVERSION_S:.0f} s") from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or whatever else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load_universal(engine: Any, folder: Path, *, whole: bool = True) -> dict[str, Any]:

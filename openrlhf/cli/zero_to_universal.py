@@ -16,10 +16,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Here, so that --help does not wait for PyTorch.
     from openrlhf.backends.convert import convert, newest_states
     from openrlhf.config.errors import ConfigError
+    from openrlhf.utils.termination import EXIT_STATUS, Terminated, raise_on_sigterm
 
+    # Otherwise the converter's processes would outlive this one.
+    raise_on_sigterm()
     try:
         for state in newest_states(folder):
             print(convert(state), flush=True)
+    except Terminated:
+        sys.exit(EXIT_STATUS)
     except (ConfigError, OSError, RuntimeError, ValueError) as error:
         print(f"error: converting {folder}: {error}", file=sys.stderr)
         sys.exit(2)

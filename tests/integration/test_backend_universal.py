@@ -7,10 +7,13 @@ import os
 import random
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -78,7 +81,7 @@ def _resume_elsewhere(model: Path, root: Path, expected: list[dict[str, Any]]) -
             backend = _make(model, stage, dtype, use_universal_ckpt=True)
             assert backend.load_checkpoint(root / f"{dtype}-{stage}") == {"step": 2}, case
             assert _draws() == wanted["draws"], case
-            assert not list((root / f"{dtype}-{stage}").glob(".universal"))
+            assert not list((root / f"{dtype}-{stage}").glob(".universal*"))
         stop = _picture(backend, root / "export")
         for kind in ("weights", "average"):
             assert sorted(stop[kind]) == sorted(wanted["stop"][kind])
@@ -202,3 +205,49 @@ def test_a_folder_without_a_state_is_refused_in_one_sentence_and_a_state_of_stag
     (state / "complete").write_text(json.dumps({"ranks": 1, "ZeRO stage": 0, "dtype": "float32"}))
     main([str(tmp_path)])
     assert "needs no conversion" in capsys.readouterr().out and not (state / "universal").exists()
+
+
+def test_a_converted_state_that_lost_a_file_is_converted_again_and_never_loaded_as_it_is(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    state = tmp_path / "global_step2"
+    worker.run_ranks(_save, 2, model, state)
+    main([str(state)])
+    (lost,) = state.glob("universal/zero/model.norm.weight/fp32.pt")
+    (cut,) = state.glob("universal/zero/model.embed_tokens.weight/fp32.pt")
+    lost.unlink()
+    whole = cut.read_bytes()
+    cut.write_bytes(whole[:-1])
+    # What a killed conversion leaves, and something that has its name.
+    (state / ".universal-left").mkdir()
+    (state / ".universal-file").touch()
+    main([str(state)])
+    assert lost.is_file() and len(cut.read_bytes()) == len(whole) and not list(state.glob(".universal*"))
+    # Nothing is there to be converted again.
+    lost.unlink()
+    (state / "state").rename(tmp_path / "away")
+    for said in worker.run_ranks(_resume_broken, 1, model, state):
+        assert f"{state / 'universal'} is not whole, and {state / 'state'} is not there to be converted again" in said
+    assert (state / "universal").is_dir()
+
+
+def _processes_that_name(folder: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(str(folder) in word for word in process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+def test_a_conversion_that_is_told_to_end_takes_its_workers_along_and_leaves_nothing_half_done(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", "qwen2")
+    state = tmp_path / "global_step2"
+    worker.run_ranks(_save, 2, model, state)
+    process = subprocess.Popen([sys.executable, "-m", "openrlhf.cli.zero_to_universal", str(state)])
+    deadline = time.monotonic() + 120
+    while not list(state.glob(".universal-*/universal")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert _processes_that_name(state) == [] and not list(state.glob("*universal*"))
