@@ -205,6 +205,13 @@ def check_checkpoints(config: TrainingConfig) -> None:
         if not folder.strip():
             raise ConfigError(f"{flag} is empty; name a folder, or leave the flag out.")
         check_apart_from_models(config, flag, folder)
+    pattern = next((sign for sign in "[]*?" if sign in os.path.abspath(ckpt.path)), None)
+    if pattern is not None and (ckpt.save_steps > 0 or ckpt.load_enable):
+        # It would look for the files of a state in run1 where it was given run[1].
+        raise ConfigError(
+            f"--ckpt.path {ckpt.path}: the folder's whole name has a {pattern}, which DeepSpeed reads as a pattern "
+            "when it loads a state, so that it finds none or another run's; take another folder."
+        )
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
         raise ConfigError(
             "--ckpt.disable_ds without --ckpt.save_hf leaves nothing to write every --ckpt.save_steps; add "
