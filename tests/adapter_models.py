@@ -10,6 +10,7 @@ import torch
 from openrlhf.config import LoraConfig
 from openrlhf.data.packed_batch import PackedBatch, pack_rows
 from openrlhf.models.adapters import NAME, adapter_layers, plain_weights
+from openrlhf.models.forward import score_tokens
 from openrlhf.models.loading import load_causal_lm
 
 LORA = LoraConfig(rank=4, alpha=8)
@@ -45,6 +46,16 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 TOKENS = torch.arange(3, 20)
+
+
+def assert_same_answers_with_a_gradient(model: Any, batch: PackedBatch, tolerance: float) -> None:
+    """Log-probs are those that the model gives without a gradient, and all that is trained gets one."""
+    with torch.no_grad():
+        scored = score_tokens(model, batch).logprobs
+    loss = score_tokens(model, batch).logprobs
+    assert (loss - scored).abs().max() < tolerance
+    loss.sum().backward()
+    assert all(item.grad.isfinite().all() and item.grad.any() for item in model.parameters() if item.requires_grad)
 
 
 def ragged_batch() -> PackedBatch:

@@ -205,7 +205,7 @@ def check_checkpoints(config: TrainingConfig) -> None:
         if not folder.strip():
             raise ConfigError(f"{flag} is empty; name a folder, or leave the flag out.")
         check_apart_from_models(config, flag, folder)
-    pattern = next((sign for sign in "[]*?" if sign in os.path.abspath(ckpt.path)), None)
+    pattern = next((sign for sign in "[*?" if sign in os.path.abspath(ckpt.path)), None)
     if pattern is not None and (ckpt.save_steps > 0 or ckpt.load_enable):
         # It would look for the files of a state in run1 where it was given run[1].
         raise ConfigError(

@@ -43,7 +43,7 @@ def refuse_other_settings(state: Path, there: Mapping[str, Any], here: Mapping[s
         if written != value:
             raise ConfigError(
                 f"--ckpt.load_enable: {state} was written with {flag} {written}, and this run has {value}: resume with "
-                "the same, or start anew without the flag."
+                "the same, or start anew without the flag, in another --ckpt.path."
             )
 
 

@@ -11,7 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from openrlhf.models.four_bit import is_four_bit
-from tests.adapter_models import LORA, TOKENS, load, logits, merged, moved, ragged_batch
+from tests.adapter_models import (
+    LORA,
+    TOKENS,
+    assert_same_answers_with_a_gradient,
+    load,
+    logits,
+    merged,
+    moved,
+    ragged_batch,
+)
 from tests.gpu.gpu_process import on_gpu
 from tests.integration.backend_worker import STEPS, make_backend, micro_batches, train_with_backend
 from tests.tiny_models import make_tiny_model
@@ -33,8 +42,6 @@ def _packed(module: Any) -> list[str]:
 
 
 def _merge(folder: Path, device: str) -> None:
-    from openrlhf.models.forward import score_tokens
-
     model = moved(load(folder, load_in_4bit=True, device=device))
     assert len(_packed(model)) == 14
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
@@ -44,13 +51,7 @@ def _merge(folder: Path, device: str) -> None:
     assert (logits(plain, TOKENS.to(device)) - found).abs().max() < 1e-3
     # Adapters and rounding to 4 bits change what the model says.
     assert (before - found).abs().max() > 0.01
-    batch = ragged_batch().to(device)
-    with torch.no_grad():
-        scored = score_tokens(model, batch).logprobs
-    loss = score_tokens(model, batch).logprobs
-    assert (loss - scored).abs().max() < 1e-5
-    loss.sum().backward()
-    assert all(item.grad.isfinite().all() and item.grad.any() for item in model.parameters() if item.requires_grad)
+    assert_same_answers_with_a_gradient(model, ragged_batch().to(device), 1e-5)
 
 
 def test_merged_weights_over_four_bits_make_the_model_with_adapters(folder: Path) -> None:

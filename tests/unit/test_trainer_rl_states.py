@@ -100,7 +100,7 @@ def test_other_settings_than_those_of_the_state_are_refused_before_anything_is_l
         states.check({**FIXED, flag: 7})
     assert str(caught.value) == (
         f"--ckpt.load_enable: {state} was written with {flag} {FIXED[flag]}, and this run has 7: resume with the same, "
-        "or start anew without the flag."
+        "or start anew without the flag, in another --ckpt.path."
     )
     states.check({**FIXED, "--a.new.flag": 1})
     with pytest.raises(ConfigError, match=flag):
